@@ -13,7 +13,7 @@ from peers.islands.directory import DirectoryView
 from peers.ports import Answer, Directory, Request, Transport
 from peers.status_query import MAX_VOICES, ask_convicted
 from peers.voices import Voices
-from peers.waiting import TaskKeeper, fail, unless
+from peers.waiting import TaskKeeper, fail, for_each, unless
 from swarm.errors import PeerGone, Refused, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
@@ -24,7 +24,7 @@ from swarm.wire.messages import pack, unpack
 
 T = TypeVar("T")
 
-ASKED_TIMES = 5
+ASKED_TIMES, AT_ONCE = 5, 16
 ASK_AGAIN_S = 1.0
 """Until the second question whether a stage has convicted one of its peers; then twice as long each time."""
 MAX_TOLD = 64
@@ -87,8 +87,8 @@ class Verdicts:
         asked = self._dice.sample(there, min(MAX_VOICES, len(there)))
         told = await ask_convicted(self._run, self._transport, asked, "")
         names = {name for one in told.values() for name in one.others[:MAX_TOLD]} - self.convicted
-        for accused in sorted(names):
-            await self.ask_about(accused, [peer for peer, one in told.items() if accused in one.others])
+        by = {accused: [peer for peer, one in told.items() if accused in one.others] for accused in names}
+        await for_each(sorted(names), lambda accused: self.ask_about(accused, by[accused]), AT_ONCE)
 
     async def ask_about(self, accused: PeerId, tellers: Collection[PeerId] = ()) -> None:
         """Leave a peer out if its stage has convicted it, or that at which it signed what `tellers` show."""

@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 
 from peers.audit.convictions import Convictions
-from peers.audit.verdicts import Verdicts
+from peers.audit.verdicts import MAX_TOLD, Verdicts
+from peers.clock import now_s
+from peers.ports import Answer
 from peers.sim.network import SimSigner
+from peers.status_query import ASK_S
 from swarm.digest import DIGEST_BYTES
 from swarm.errors import PeerGone, Refused
 from swarm.manifest import audit_run
 from swarm.protocol.statements import sign
-from swarm.wire.evidence import ShowEvidence, WrongAnswer
-from swarm.wire.messages import pack
+from swarm.records import PeerRecord
+from swarm.wire.evidence import AskConvicted, Convicted, ShowEvidence, WrongAnswer
+from swarm.wire.messages import pack, unpack
 from swarm.wire.receipts import Answered
 from tests.peers.alone import Line, Records
 from tests.peers.liars.test_false_sums import convicted, one_more, value
@@ -149,6 +154,32 @@ async def test_what_nobody_has_to_be_believed_for_convicts_one_of_two_in_all_sta
         s.add_trainer(TRAINER)
         honest = [name for name in s.peers if name != LIAR]
         await s.until(lambda: all(convicted(s)[name] == {LIAR} for name in honest), limit_s=60.0)
+
+
+class Slow(Line):
+    """What one names takes it long to show."""
+
+    async def call(self, peer: str, method: str, header: bytes, *_: Any, **__: Any) -> Answer:
+        ask = unpack(header, AskConvicted)
+        if not ask.peer:
+            return Answer(pack(Convicted(yes=False, others=tuple(r.peer for r in NAMED))))
+        if ask.show:
+            await asyncio.sleep(ASK_S)
+        return Answer(pack(Convicted(yes=peer == "s0p0")))
+
+
+NAMED = [
+    PeerRecord(peer=f"p{n:02}", run=RUN.id, stage=1, state="serving", version=0) for n in range(MAX_TOLD)
+]
+
+
+async def test_one_that_names_many_holds_up_the_question_who_lied_for_some_seconds() -> None:
+    """Before they vouch for others trainers ask: with 192 s each time no voucher came before it was over."""
+    directory, line = Records(), Slow("trainer")
+    directory.known = [*NAMED, msgspec.structs.replace(NAMED[0], peer="s0p0", stage=0)]
+    verdicts, began = Verdicts(RUN, line, directory, lambda _: None), now_s()  # type: ignore[arg-type]
+    await verdicts.ask()
+    assert now_s() - began < 15.0 and not verdicts.convicted
 
 
 async def test_nothing_is_kept_of_peers_that_were_called_and_are_gone() -> None:
