@@ -49,8 +49,8 @@ class StageFunction:
     alone: bool = False
     """One microbatch at a time: a weight's gradient has three parts or more, and torch adds that of what
     autocast rounded, which it keeps for all threads, when the one that rounded would."""
-    lock: AbstractContextManager[object] = field(default_factory=nullcontext)
-    """Held for as long, if there are several threads."""
+    lock: AbstractContextManager[object] | None = None
+    """Held for as long by the threads of a peer. Without, what others have rounded is not forgotten."""
 
     def apply(
         self, module: nn.Module, given: Values, mb: Microbatch | None, device: torch.device
@@ -63,9 +63,10 @@ class StageFunction:
                 leaves.append(value.requires_grad_(mb is not None))
             values.append(None if value is None or dtype is None else value.to(dtype))
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.halves)
+        alone = self.lock if self.alone else None
         # Without a graph an LSTM, or attention with a learned mask, has another kernel, of other last bits.
-        with self.lock if self.alone else nullcontext(), torch.set_grad_enabled(mb is not None), autocast:
-            if self.alone:
+        with alone or nullcontext(), torch.set_grad_enabled(mb is not None), autocast:
+            if alone is not None:
                 torch.clear_autocast_cache()
             return leaves, self.compute(module, values, mb)
 

@@ -154,7 +154,9 @@ async def test_what_a_stopped_device_will_not_do_is_said_at_once() -> None:
             await device.run(Rank.STEP, 0, str)
 
 
-def parts(weight: torch.Tensor, x: torch.Tensor, lock: threading.Lock, before: int = 0) -> torch.Tensor:
+def parts(
+    weight: torch.Tensor, x: torch.Tensor, lock: threading.Lock | None, before: int = 0
+) -> torch.Tensor:  # fmt: skip
     """The gradient of a weight that is read twice as it is and once in bfloat16, by a thread that has called
     so many operators before."""
 
@@ -204,3 +206,22 @@ async def test_a_referee_beside_the_device_forgets_nothing_that_it_has_rounded()
         alone = await device.run(Rank.COMPUTE, 0, gradient, weight, x, int)
         beside = await device.run(Rank.COMPUTE, 0, gradient, weight, x, judge)
     assert torch.equal(alone, beside) and judged == [False]
+
+
+async def test_who_judges_a_table_that_is_read_three_times_forgets_nothing_of_the_device() -> None:
+    """Threads that compute one after the other forget what they have rounded; a referee is none of them."""
+    weight, x = torch.nn.Parameter(torch.randn(64, 64)), torch.randn(32, 64)
+
+    def judge() -> None:
+        torch.autocast_increment_nesting()  # as `Referee` does
+        parts(torch.nn.Parameter(torch.randn(50, 64)), x, None)
+        torch.autocast_decrement_nesting()
+
+    def beside() -> None:
+        thread = threading.Thread(target=judge)
+        thread.start()
+        thread.join()
+
+    async with threads(2) as device:
+        alone = await device.run(Rank.COMPUTE, 0, gradient, weight, x, int)
+        assert torch.equal(alone, await device.run(Rank.COMPUTE, 0, gradient, weight, x, beside))
