@@ -261,16 +261,15 @@ class StageCore:
                 step.put_by(step.kept.pop(m))
             return len(present)
 
-        count = await self.device.run(Rank.STEP, step.t, subtract)
-        if count:
+        if count := await self.device.run(Rank.STEP, step.t, subtract):
             self.undone += count
             self.emit(Undone(stage=self.stage, t=step.t, count=count))
 
     async def forget_work_of(self, peer: PeerId) -> None:
         """Take out of the open sums what a peer, which lied, sent inputs or computed gradients for."""
-        for step in list(self.steps.values()):
-            if false := await self.device.run(Rank.STEP, step.t, step.work_of, peer):
-                await self.retract(step, false, later=True)
+        steps = [*self.steps.values()]
+        false = [(step, await self.device.run(Rank.STEP, step.t, step.work_of, peer)) for step in steps]
+        await asyncio.gather(*(self.retract(step, m, later=True) for step, m in false if m))
 
     def leave(self) -> None:
         """End all waits for a step: none opens any more."""

@@ -7048,8 +7048,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "keep-what-a-liar-answered",
         "peers/stage/state.py",
-        "await self.retract(step, false, later=True)",
-        "await self.retract(step, 0)",
+        "self.retract(step, m, later=True)",
+        "self.retract(step, 0)",
         "What a liar answered before it was found stays in the sums of the stages before it.",
         ("test_false_answers",),
     ),

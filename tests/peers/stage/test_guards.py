@@ -155,6 +155,27 @@ async def test_a_sum_that_a_liar_cannot_be_taken_out_of_is_lost_and_looked_at_wh
     assert (step.ledger.done, step.kept, any(alone.sum())) == (0, {}, False)
 
 
+async def test_a_liars_work_is_taken_out_of_the_next_step_though_the_first_sum_breaks() -> None:
+    alone = await Alone(replace(RUN, delayed_updates=True)).opened()
+    subtract: Any = alone.core.compute.subtract
+    for t, step in alone.core.steps.items():
+        inputs = [Encoded(meta, [bytes(9)]) for meta in input_metas(RUN, 0)]
+        found = alone.core.compute.loss_gradients(Microbatch(t, 0), inputs, weights=True)
+        kept = KeptMicrobatch(inputs, (), WorkDone(loss=found.loss), (), asked=("liar", work(m=0)))
+        alone.peer.microbatches._count(step, found, kept)  # type: ignore
+
+    def subtracted(mb: Microbatch, *args: object) -> None:
+        if mb.t == 0:
+            raise torch.OutOfMemoryError("no memory")
+        subtract(mb, *args)
+
+    alone.core.compute.subtract = subtracted  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError):
+        await alone.core.forget_work_of("liar")
+    await asyncio.sleep(1.0)
+    assert [(step.ledger.done, any(alone.sum(t))) for t, step in alone.core.steps.items()] == [(0, False)] * 2
+
+
 async def test_what_is_undone_and_is_the_peers_own_leaves_the_sum_and_nothing_else_does() -> None:
     alone = await Alone(RUN).opened()
     await count(alone, 0)
