@@ -4978,7 +4978,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "steps-that-others-took-before-say-how-long-steps-take",
         PROTOCOL,
-        "sum(self.belief.is_passed(local.version + n) for n in (-1, 0, 1))",
+        "next((n for n in range(3) if not self.belief.is_passed(local.version + n - 1)), 3)",
         "0",
         "One that has caught up passes over one coordinator after the other.",
         ("test_lying_coordinators",),

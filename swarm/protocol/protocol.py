@@ -139,7 +139,7 @@ class StepProtocol:
             self._coordinator.forget(local.version - 1)
             if self._goes_by_strangers and local.version >= self._coordinator.run_version:
                 self._behind_since = None  # it has what they had
-            ahead = sum(self.belief.is_passed(local.version + n) for n in (-1, 0, 1))
+            ahead = next((n for n in range(3) if not self.belief.is_passed(local.version + n - 1)), 3)
             self._rotation.stepped(now=now, steps=local.version - self._local.version, ahead=ahead)
         self._local, self._peers = local, peers
         if self.belief.needs_proof:
