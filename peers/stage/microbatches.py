@@ -316,8 +316,7 @@ class MicrobatchServer:
             onward, sent = self._receipts.feed(work, came, fwd.outputs, through)
             if self._is_audited and (work.m, came) not in step.sent_on:
                 sent_on = KeptMicrobatch(inputs, (), _done(0.0, ()), (), fwd.outputs, (caller, work))
-                with core.device.books:  # another thread may do so, too
-                    step.send_on(work.m, came, sent_on)
+                step.send_on(work.m, came, sent_on)
             return fwd, came, onward, sent, self._took_s()
 
         fwd, came, onward, sent, forward_s = await core.device.run(Rank.COMPUTE, work.t, forward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -85,8 +86,8 @@ class OpenStep(ReplicaStep):
         """Of the last round of which it said its products: it is audited by these, whatever came since."""
         self.sent_on: dict[tuple[int, Digest], KeptMicrobatch] = {}
         """Where answers are audited, by what went in: that of those that were sent on, answered or not; of
-        those that were answered and do not count, all. The latest two for each microbatch of the step.
-        """
+        those that were answered and do not count, all. The latest two for each microbatch of the step."""
+        self._noting = threading.Lock()  # and not the books, which are held as long as a gradient is added
         self.false = 0
         """Bitmap: of liars, to be taken out once the sum, which is frozen, is open again."""
         self._taken_out, self._hold_s, self._held_until_s = 0, HOLD_S, float("-inf")
@@ -96,8 +97,7 @@ class OpenStep(ReplicaStep):
         self.reduced_there = asyncio.Event()
         self.shared: dict[Stage, torch.Tensor] = {}
         """Of weights that other stages hold as well: what those found. At a meeting what islands have
-        changed, by their numbers, and counted on from there the sums of parts.
-        """
+        changed, by their numbers, and counted on from there the sums of parts."""
         self.getting: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         """Who holds one gets what that island has changed, at a meeting."""
         self.added_up = asyncio.Event()
@@ -126,11 +126,12 @@ class OpenStep(ReplicaStep):
         self._held_until_s = now + self._hold_s if microbatches else self._held_until_s
 
     def send_on(self, m: int, inputs: Digest, kept: KeptMicrobatch) -> None:
-        """Keep what goes into a microbatch that is sent on."""
-        self.sent_on.pop((m, inputs), None)
-        if len(self.sent_on) >= 2 * self.ledger.microbatches:
-            del self.sent_on[next(iter(self.sent_on))]
-        self.sent_on[m, inputs] = kept
+        """Keep what goes into a microbatch that is sent on. On any thread."""
+        with self._noting:
+            self.sent_on.pop((m, inputs), None)
+            if len(self.sent_on) >= 2 * self.ledger.microbatches:
+                del self.sent_on[next(iter(self.sent_on))]
+            self.sent_on[m, inputs] = kept
 
     def put_by(self, kept: KeptMicrobatch) -> None:
         """Keep what was answered and does not count, or no more: it is audited as what does."""

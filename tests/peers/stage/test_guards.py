@@ -429,14 +429,18 @@ async def test_what_nobody_needs_or_nobody_can_finish_is_not_sent_on() -> None:
 
 
 async def test_what_is_sent_on_is_noted_where_no_other_thread_notes_anything() -> None:
-    """Of two that made room for it at once one broke."""
+    """Of two that made room for it at once one broke. The books are not held for it: else each forward waits
+    for gradients that others add.
+    """
     alone = await Alone(TWO).opened()
     desk: Any = alone.peer.microbatches
     step, books, desk._is_audited = alone.core.steps[0], alone.core.device.books, True
 
     class Booked(dict[Any, Any]):
         def __setitem__(self, name: object, kept: object) -> None:
-            books.check()
+            with pytest.raises(AssertionError, match="holds the books"):
+                books.check()
+            assert step._noting.locked()  # type: ignore
             super().__setitem__(name, kept)
 
     step.sent_on = Booked()
