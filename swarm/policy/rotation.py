@@ -86,7 +86,7 @@ class Rotation:
         self._taken_back = False
         """Since the last step."""
         self._ahead = 3
-        """As of the last step: `stepped`. The first one may have waited for peers: it tells nothing."""
+        """As of the last step: `stepped`. 3: the next tells nothing. The first may have waited for peers."""
         self.left_behind = False
         """Others took this step so long ago that it is late a second time for this peer only: who coordinates
         tells it nothing."""
@@ -149,6 +149,7 @@ class Rotation:
         limit_s, turn, self.left_behind = self._usual.limit_s, int(self._used), False
         was_late = self.late and not self._seen_s - self._stepped_s <= limit_s < now - self._stepped_s
         if now - self._seen_s > SLEPT_S or not counts:
+            self._ahead = 3 if self._seen_s > -math.inf else self._ahead  # it has not seen the whole step
             self._stepped_s = self._counted_s = now
         self._seen_s = now
         if not self._is_late(now - self._stepped_s):

@@ -89,8 +89,7 @@ class Belief:
         """Those of them that are there, and could take part in the step, when they were asked last."""
         self._served: dict[int, set[tuple[Stage, PeerId]]] = {}
         """By step whose result this replica holds: who served which stage when it had that, or the one
-        before. The step was done without those that came later.
-        """
+        before. The step was done without those that came later."""
         self._served_last = set[tuple[Stage, PeerId]]()
         """When this replica last had a result."""
         self.lacking: dict[int, tuple[PeerId, ...]] = {}

@@ -382,6 +382,18 @@ def test_one_that_catches_up_learns_how_long_steps_take() -> None:
     assert not other.rotation.late, "others had taken most of these steps before"
 
 
+def test_one_that_catches_up_after_it_slept_has_not_seen_how_long_steps_take() -> None:
+    """It took the time since it woke up for that of the steps that the others had taken while it slept."""
+    this = Watched()
+    this.waits(12.0)
+    this.rotation.stepped(now=this.now)
+    this.now += 60.0
+    this.waits(2.0)
+    this.rotation.stepped(now=this.now, steps=5)
+    this.waits(12.0)
+    assert not this.rotation.late
+
+
 def test_a_step_after_one_of_which_this_peer_was_told_late_says_not_how_long_steps_take() -> None:
     """It took 0.04 s for it and 2 s for the others, and their turns differed for the rest of the run."""
     this = Watched()
