@@ -27,6 +27,8 @@ T = TypeVar("T")
 ASKED_TIMES, AT_ONCE = 5, 16
 ASK_AGAIN_S = 1.0
 """Until the second question whether a stage has convicted one of its peers; then twice as long each time."""
+ASK_EVERY_S = 60.0
+"""What came by a liar that one peer still trusts counts nowhere else: so long the run may stand still."""
 MAX_TOLD = 64
 """Peers that are told, or asked, at once."""
 
@@ -89,6 +91,12 @@ class Verdicts:
         names = {name for one in told.values() for name in one.others[:MAX_TOLD]} - self.convicted
         by = {accused: [peer for peer, one in told.items() if accused in one.others] for accused in names}
         await for_each(sorted(names), lambda accused: self.ask_about(accused, by[accused]), AT_ONCE)
+
+    async def keep_asking(self) -> None:
+        """`ask`, from now on: who lied before this peer came, or while it slept, of which it is told once."""
+        while True:
+            await self.ask()
+            await asyncio.sleep(ASK_EVERY_S)
 
     async def ask_about(self, accused: PeerId, tellers: Collection[PeerId] = ()) -> None:
         """Leave a peer out if its stage has convicted it, or that at which it signed what `tellers` show."""

@@ -198,10 +198,11 @@ class MicrobatchServer:
         return claim, None
 
     def _is_fed_otherwise(self, work: Work, kept: KeptMicrobatch) -> bool:
-        """Whether the inputs of a microbatch are not those that it is kept with. These may have come from a
-        liar, which its stage does without; what other devices compute differs as well.
+        """Whether the inputs of a microbatch are not those that it is kept with, which may have come from a
+        liar; what other devices compute differs as well. Or it has a liar's work, which nobody counts.
         """
-        return self._is_audited and kept.inputs_digest not in (b"", signed_inputs(work))
+        fed_otherwise = self._is_audited and kept.inputs_digest not in (b"", signed_inputs(work))
+        return fed_otherwise or not self._core.convicted.isdisjoint(kept.by)
 
     async def _feed_again(self, step: OpenStep, work: Work, request: Request) -> KeptMicrobatch:
         """Answer to other inputs. What came first stays in the sum: a caller that answered truly, and feeds
@@ -209,7 +210,7 @@ class MicrobatchServer:
         """
         while True:
             known = step.shown(work.m, signed_inputs(work))
-            if known and known.answer.hops:
+            if known and known.answer.hops and self._core.convicted.isdisjoint(known.by):
                 return known
             if (job := step.jobs.get(work.m)) is None:
                 return await self._take(step, work, request)

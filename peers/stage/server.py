@@ -109,9 +109,8 @@ class StagePeer:
         core.convicted = self.convictions.convicted
         self._prober = Prober(run.id, transport, directory, backoff)
         next_stage = self._next_stage = None if core.is_last else self._calls_to(stage + 1)
-        neighbours = None
-        if run.S > 1 and is_audited(run):
-            neighbours = Neighbours(run, stage, transport, directory, self._answered_wrongly)
+        judges = run.S > 1 and is_audited(run)
+        neighbours = Neighbours(run, stage, transport, directory, self._answered_wrongly) if judges else None
         self._neighbours = neighbours
         self.microbatches = MicrobatchServer(
             core, next_stage, neighbours, max_inflight=settings.max_inflight, left_out=self._left_out,
@@ -227,7 +226,7 @@ class StagePeer:
         self._first_version, self.kept = core.version, None
         self.has_joined = core.joined = True
         if self._run.admission.named:
-            self.convictions.ask_soon()  # who lied before it came
+            self.actions.tasks.create_task(self.convictions.keep_asking())
         await core.open_steps()  # they are: who waits for them is told. From now on others may have it change
 
     async def _tell_of_no_trainer(self) -> None:

@@ -152,13 +152,8 @@ class StageCore:
         """
         voice, staying = self.voice(), [one for one in self.replicas() if one.peer not in going]
         told = await self.ask([one for one in staying if one.peer in voice or not voice])
-        keeping = [
-            replica.state == "serving"
-            and replica.generation == self.generation
-            and replica.version >= self.version - 1
-            for replica in told.values()
-        ]
-        return sum(keeping) >= least
+        serving = [s for s in told.values() if (s.state, s.generation) == ("serving", self.generation)]
+        return sum(status.version >= self.version - 1 for status in serving) >= least
 
     def failed(self, fault: PeerFault) -> None:
         """Leave a peer alone for a while."""
@@ -292,8 +287,7 @@ class StageCore:
                 return self.steps[t]
             if self.leaving:
                 raise Leaving("this peer is leaving")
-            left = until - now_s()
-            if left <= 0:
+            if (left := until - now_s()) <= 0:
                 text = f"step {t} is not open; stage {self.stage} is at version {self.version}"
                 raise NotReady(text, version=self.version)
             await happens(self._moved, left)
@@ -346,8 +340,7 @@ class StageCore:
     async def refresh_digest(self) -> None:
         """Hash the weights when the device has nothing better to do, and tell the coordinator."""
         version = self.version
-        digest = await self.device.run(Rank.IDLE, version, self._digest_of, version)
-        if digest is not None:
+        if (digest := await self.device.run(Rank.IDLE, version, self._digest_of, version)) is not None:
             self._digest = (version, digest)
             self.trail.weighs(version, digest)
             self.report_trigger.urgent()
@@ -363,8 +356,7 @@ class StageCore:
         One at a time: what one has opened is not to lose its sum by the other.
         """
         async with self._loading:
-            version = position.version
-            closed = list(self.steps.values())
+            version, closed = position.version, list(self.steps.values())
             for step in closed:
                 step.close()
             self.steps.clear()

@@ -630,3 +630,21 @@ async def test_a_peer_whose_gradients_have_another_sign_is_found_by_what_follows
         await s.until(lambda: accused(s) or s.finished, limit_s=100.0)
         assert accused(s) == {"s2p1"}
         assert s.peers["s2p1"].microbatches.answered < answered + 15, "else its sum is audited, after 20"
+
+
+@pytest.mark.parametrize("hears", [True, False], ids=["when-it-is-prepared", "never"])
+async def test_one_that_hears_late_who_lied_holds_no_step_up_for_long(hears: bool) -> None:
+    """It gave again and again what the liar had answered, which the stage before it did not count."""
+    run, others = audited_run(), ("s0p0", "s2p0", "s2p2")
+    async with swarm(run, replicas=(1, 1, 3)) as s:
+        await s.until_serving()
+        late = s.peers["s1p0"]
+        for name in others:
+            s.peers[name].convictions.leave_out("s2p1", "it lied")
+        s.add_trainer(TRAINER)
+        await s.until(lambda: 0 in late.core.steps and late.core.steps[0].prepared is not None)
+        if hears:
+            late.convictions.leave_out("s2p1", "it lied")
+        all_but_it = [s.peers[name].core for name in ("s1p0", *others)]
+        await s.until(lambda: all(core.finished for core in all_but_it), limit_s=30.0 if hears else 100.0)
+        assert late.convictions.convicted == {"s2p1"}
