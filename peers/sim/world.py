@@ -59,13 +59,12 @@ class World:
     def __post_init__(self) -> None:
         self.swarm = Swarm(self.setting or setting_of(self.seed), self.trace)
         setting = self.swarm.setting
+        within_s = setting.faults_within_s
         if self.schedule is None:
             dice = dice_of(self.seed, "faults")
-            self.schedule = faults.schedule(
-                dice, setting.has, most=MAX_FAULTS, within_s=setting.faults_within_s
-            )
+            self.schedule = faults.schedule(dice, setting.has, most=MAX_FAULTS, within_s=within_s)
         ends = [fault.at_s + fault.lasts_s for fault in self.schedule]
-        self.calm_s = max([setting.faults_within_s, *ends])
+        self.calm_s = max([within_s, *ends])
         self.over = False
 
     def play(self) -> Outcome:

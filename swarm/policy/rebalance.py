@@ -208,6 +208,7 @@ def _replicas(newest: Sequence[PeerRecord], *, period_s: float, now_s: float) ->
             continue
         if not serving and here_s > HORIZON_PERIODS * period_s:
             continue  # it will not arrive any more
+        drawn = hashlib.sha256(f"sits out {int(now_s // period_s)} {record.peer}".encode()).digest()[0]
         replicas.append(
             _Replica(
                 peer=record.peer, stage=record.stage, serving=serving, movable=record.movable,
@@ -215,7 +216,7 @@ def _replicas(newest: Sequence[PeerRecord], *, period_s: float, now_s: float) ->
                 load=between(record.load, 0.0, MAX_LOAD) if serving else 0.0,
                 bandwidth_bps=between(record.bandwidth_bps, MIN_BPS, MAX_BPS),
                 cooled_down=here_s >= COOLDOWN_PERIODS * period_s,
-                sits_out=_sits_out(record.peer, int(now_s // period_s)),
+                sits_out=drawn < SITS_OUT * 256,
             )
         )  # fmt: skip
     return replicas
@@ -245,10 +246,6 @@ def _anchor(stage: Stage, there: Sequence[_Replica], period: int) -> PeerId | No
         return hashlib.sha256(f"anchor {period} {stage} {peer}".encode()).digest(), peer
 
     return min((replica.peer for replica in there if replica.serving), key=draw, default=None)
-
-
-def _sits_out(peer: PeerId, period: int) -> bool:
-    return hashlib.sha256(f"sits out {period} {peer}".encode()).digest()[0] < SITS_OUT * 256
 
 
 def _downloads_s(newest: Sequence[PeerRecord], by_stage: Sequence[Sequence[_Replica]]) -> list[float]:
