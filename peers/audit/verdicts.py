@@ -93,7 +93,7 @@ class Verdicts:
         await for_each(sorted(names), lambda accused: self.ask_about(accused, by[accused]), AT_ONCE)
 
     async def keep_asking(self) -> None:
-        """`ask`, from now on: who lied before this peer came, or while it slept, of which it is told once."""
+        """`ask`, from now on: each lie is told once, perhaps while this peer slept, or before it came."""
         while True:
             await self.ask()
             await asyncio.sleep(ASK_EVERY_S)
