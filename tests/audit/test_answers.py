@@ -22,12 +22,10 @@ from swarm.model.stage_io import input_metas
 from swarm.protocol.statements import Coin, Toss, sign
 from swarm.wire.codec import Encoded, bytes_of, decode
 from swarm.wire.evidence import WrongAnswer
-from swarm.wire.receipts import Answered
 from swarm.wire.tensor_meta import TensorMeta
+from tests.audit.accusing import SIGNER, accusing
 from tests.audit.roundings import nearly_equal_numbers, tensor
 from tests.peers.admitted import admitting
-
-SIGNER = SimSigner("a")
 
 
 def is_far(made: Sequence[Encoded], said: Sequence[Encoded], of: Sequence[Encoded]) -> bool:
@@ -63,15 +61,8 @@ def test_an_honest_answer_to_inputs_that_make_the_most_of_rounding_is_no_evidenc
     assert apart < 1e-3 if size == 1.0 else apart > FAR["float32"]
 
     def proves(answer: torch.Tensor) -> bool:
-        groups = (inputs, grads, theirs.outputs, [tensor(answer)])
-        said = Answered(1, 0, 0, digest(inputs), digest(groups[2]), digest(grads), digest(groups[3]), 0.5)
-        metas = [tuple(one.meta for one in group) for group in groups]
-        evidence = WrongAnswer(
-            accused="a", statement=said, signature=sign(SIGNER, run.id, said), inputs=metas[0],
-            output_grads=metas[1], outputs=metas[2], input_grads=metas[3],
-        )  # fmt: skip
-        body = [buffer for group in groups for one in group for buffer in one.buffers]
-        return proves_answer(compute, SIGNER, evidence, body)
+        said = theirs._replace(input_grads=[tensor(answer)])
+        return proves_answer(compute, SIGNER, *accusing(run, 1, Microbatch(0, 0), inputs, grads, said))
 
     gradient = decode(*theirs.input_grads[0], name="a gradient")
     assert not proves(gradient)
@@ -121,16 +112,7 @@ def evidence_of(run: Run, stage: int) -> tuple[StageCompute, WrongAnswer, list[A
     ]
     grads = [tensor(torch.ones(1, 1, 1))] if stage < run.S - 1 else []
     made = make(compute, Microbatch(0, 3), inputs, grads)
-    groups = (inputs, grads, made.outputs, made.input_grads)
-    said = Answered(
-        stage, 0, 3, digest(inputs), digest(made.outputs), digest(grads), digest(groups[3]), made.loss or 0.5
-    )
-    metas = [tuple(one.meta for one in group) for group in groups]
-    evidence = WrongAnswer(
-        accused="a", statement=said, signature=sign(SIGNER, run.id, said), inputs=metas[0],
-        output_grads=metas[1], outputs=metas[2], input_grads=metas[3],
-    )  # fmt: skip
-    return compute, evidence, [buffer for group in groups for one in group for buffer in one.buffers]
+    return compute, *accusing(run, stage, Microbatch(0, 3), inputs, grads, made)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -8,18 +8,15 @@ from contextlib import nullcontext
 
 import pytest
 
-from swarm.audit.answers import Made, digest, distance, make, proves_answer
+from swarm.audit.answers import Made, distance, make, proves_answer
 from swarm.audit.contributions import Recount
 from swarm.errors import Refused
 from swarm.manifest import Run
 from swarm.model.stage import StageCompute
-from swarm.protocol.statements import sign
 from swarm.wire.codec import Encoded, decode
-from swarm.wire.evidence import WrongAnswer
-from swarm.wire.receipts import Answered
+from tests.audit.accusing import SIGNER, accusing
 from tests.audit.masks import MB, OtherDevice, microbatch, stages_of
 from tests.audit.roundings import tensor
-from tests.audit.test_answers import SIGNER
 from tests.seeds import cases
 
 BARS = [-1e4, -1e9, -3e38]
@@ -28,16 +25,7 @@ BARS = [-1e4, -1e9, -3e38]
 def proves(
     run: Run, compute: StageCompute, inputs: Sequence[Encoded], grads: Sequence[Encoded], answer: Made
 ) -> bool:
-    groups = (inputs, grads, answer.outputs, answer.input_grads)
-    came, back, sent, answered = map(digest, groups)
-    said = Answered(compute.stage, *MB, came, sent, back, answered, 0.5)
-    metas = [tuple(one.meta for one in group) for group in groups]
-    evidence = WrongAnswer(
-        accused="a", statement=said, signature=sign(SIGNER, run.id, said), inputs=metas[0],
-        output_grads=metas[1], outputs=metas[2], input_grads=metas[3],
-    )  # fmt: skip
-    body = [buffer for group in groups for one in group for buffer in one.buffers]
-    return proves_answer(compute, SIGNER, evidence, body)
+    return proves_answer(compute, SIGNER, *accusing(run, compute.stage, MB, inputs, grads, answer))
 
 
 def lies(made: Made, passes: Sequence[int]) -> list[Made]:
