@@ -25,7 +25,7 @@ from peers.clock import unix_s
 from swarm.errors import MALFORMED, PeerFault, PeerSilent, count, one_line, printable, short
 
 LogFormat: TypeAlias = Literal["text", "json"]
-Level: TypeAlias = Literal["info", "warning", "error"]
+Level: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 MAX_LINE_CHARS = 100_000
 """A longer line is not an event of ours: the largest holds a passage of text or a list of addresses."""
@@ -213,10 +213,20 @@ class Stepped(Event, frozen=True):
     t: int
     microbatches: int
     """Of the step, in this peer's own sum."""
-    missing: int | None = None
-    """Microbatches in no ledger of the round that was applied; None: its result came from a replica."""
-    duplicated: int | None = None
-    """Microbatches in more than one ledger of that round."""
+
+
+class AddedUp(Event, frozen=True):
+    """A round in which this peer took part has its result. Said before anybody can take the result from this
+    peer: so it is heard whoever dies before the step is applied. For programs: no line of a text log."""
+
+    template = "stage {stage}: step {t} added up: {missing} missing, {duplicated} twice"
+    level = "debug"
+    stage: int
+    t: int
+    missing: int
+    """Microbatches in no ledger of the round."""
+    duplicated: int
+    """Microbatches in more than one of them."""
 
 
 class Replayed(Problem, frozen=True):
@@ -440,7 +450,7 @@ def time_of_day(unix_s: float) -> str:
 
 def to_text(event: Event) -> str:
     """A log line: local time, a mark for trouble, the words."""
-    mark = {"info": "", "warning": "! ", "error": "error: "}[event.level]
+    mark = {"warning": "! ", "error": "error: "}.get(event.level, "")
     return f"{time_of_day(event.at)}  {mark}{printable(event.words())}"
 
 
@@ -460,6 +470,8 @@ class Emitter:
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
+        if event.level == "debug" and self._render is to_text:
+            return
         line = self._render(event) + "\n"
         # ValueError: the stream object was closed.
         with self._lock, contextlib.suppress(OSError, ValueError):

@@ -48,7 +48,7 @@ PRIVATE = ("--host", "127.0.0.1")
 QUIET_S = 5.0
 """If nothing is said for so long after the last step, there is nothing more to say."""
 LAST_LINES = 20
-OWN_WORDS = (events.Stepped, events.JoinLine, events.StopNow, events.Contributed, Note)
+OWN_WORDS = (events.Stepped, events.AddedUp, events.JoinLine, events.StopNow, events.Contributed, Note)
 """What a process says of itself, which means little where it is one of many."""
 SIGNS_OF_WORK = (events.Serving, events.Working, StepDone)
 AGAIN_S = 30.0
@@ -66,7 +66,7 @@ class Tally(msgspec.Struct):
     losses: dict[int, float] = {}
     microbatch_losses: dict[int, tuple[float, ...]] = {}
     audits: dict[tuple[Stage, int], tuple[int, int]] = {}
-    """(stage, step) -> (missing, duplicated) in the ledgers of the round that was applied."""
+    """(stage, step) -> (missing, duplicated) in the ledgers of the newest round that was added up."""
     work: dict[tuple[Stage, PeerId], int] = {}
     """Microbatches that each peer added to steps that were taken, the dead included."""
     replayed: int = 0
@@ -84,7 +84,7 @@ class Tally(msgspec.Struct):
                 self.microbatch_losses[event.t] = event.losses
             self.first_step_at = self.first_step_at or event.at
             self.last_step_at = event.at
-        elif isinstance(event, events.Stepped) and event.missing is not None and event.duplicated is not None:
+        elif isinstance(event, events.AddedUp):
             self.audits[event.stage, event.t] = (event.missing, event.duplicated)
         elif isinstance(event, events.Replayed):
             self.replayed += event.count

@@ -193,7 +193,11 @@ class Actions:
                 gave_all = functools.partial(step.give_all, plan.round)
                 reduced, held = await self._all_reduce.run(plan, step.t, *frozen, gave_all, wait)
             if not step.over and step.prepared is None and step.ledger.frozen_for == plan.round:
-                step.audited = audit(plan, m)
+                step.audited = counts = audit(plan, m)
+                twice = counts.duplicated
+                core.emit(
+                    events.AddedUp(stage=core.stage, t=step.t, missing=counts.missing, duplicated=twice)
+                )
                 core.contributed.added_up(dict(zip(plan.members, plan.ledgers, strict=True)), step.t)
                 await self._tied_weights.hold(step, reduced, held)
                 fault_point("prepared")
@@ -294,17 +298,10 @@ class Actions:
         core = self._core
         step = core.steps.get(commit.t)
         mine = step.ledger.done.bit_count() if step is not None else 0
-        audited = step.audited if step is not None else None
         await core.apply(commit)
         fault_point("took")
         core.stepped.set()
-        core.emit(
-            events.Stepped(
-                stage=core.stage, t=commit.t, microbatches=mine,
-                missing=None if audited is None else audited.missing,
-                duplicated=None if audited is None else audited.duplicated,
-            )
-        )  # fmt: skip
+        core.emit(events.Stepped(stage=core.stage, t=commit.t, microbatches=mine))
         await self._reached()
 
     async def _reached(self) -> None:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,7 +18,7 @@ import torch
 
 from peers import fault_points
 from peers.clock import now_s
-from peers.events import Event, RoundAborted, Stepped
+from peers.events import AddedUp, Event, RoundAborted, Stepped
 from peers.islands.directory import split_cell
 from peers.owner.commands import Owner
 from peers.ports import Answer, Buffer, Rank
@@ -305,8 +306,8 @@ class Swarm:
         assert not wrong, f"{wrong}\n{self.story()}"
         for _, peer in self.live():
             assert (peer.core.audit.missing, peer.core.audit.duplicated) == (0, 0)
-        for event in self.seen(Stepped):
-            assert event.missing in (0, None) and event.duplicated in (0, None)
+        told = {(e.stage, e.t): (e.missing, e.duplicated) for e in self.seen(AddedUp)}
+        assert told == dict.fromkeys(product(range(self.run.S), range(self.run.steps)), (0, 0)), self.story()
 
     def story(self) -> str:
         """What happened, for a test that failed."""

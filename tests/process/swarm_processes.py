@@ -29,6 +29,7 @@ import psutil
 import torch
 
 from peers.events import (
+    AddedUp,
     Event,
     JoinLine,
     Logged,
@@ -575,12 +576,11 @@ class Swarm(Processes):
         self.until(lambda: all(map(reached, peers)), f"some peers do not reach version {version}")
 
     def audits(self) -> dict[tuple[Stage, int], list[tuple[int, int]]]:
-        """(stage, step) -> (missing, counted twice), as the ledgers of the applied rounds say."""
+        """(stage, step) -> (missing, counted twice), as the ledgers of the rounds say."""
         found: dict[tuple[Stage, int], list[tuple[int, int]]] = defaultdict(list)
         for program in self.programs:
-            for event in program.heard(Stepped):
-                if event.missing is not None and event.duplicated is not None:
-                    found[event.stage, event.t].append((event.missing, event.duplicated))
+            for event in program.heard(AddedUp):
+                found[event.stage, event.t].append((event.missing, event.duplicated))
         return found
 
     def audited_weights(self) -> dict[str, torch.Tensor]:

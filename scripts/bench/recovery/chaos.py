@@ -890,7 +890,7 @@ def table(found: dict[str, Any]) -> str:
         f"{found['faults']} faults, {found['survived']} survived; {found['steps']} steps",
         f"weights differ from a single process by {found['weights_differ']:.1e} (limit {TOLERANCE:.0e})",
         f"{found['cells']} sums of a stage and step: {len(found['wrong_audits'])} wrong, "
-        f"{found['cells_without_audit']} taken from a replica whose ledger died with it",
+        f"{found['cells_without_audit']} of which no ledger was told",
         f"{found['replayed_percent']} % of the work run again, {found['undone']} duplicates undone, "
         f"{found['void_rounds']} void rounds",
         f"{found['chaos_s']} s under faults, {found['undisturbed_s']} s undisturbed: "

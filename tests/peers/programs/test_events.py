@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from peers.events import (
     EVENTS,
     MAX_LINE_CHARS,
+    AddedUp,
     Contributed,
     Downloading,
     Emitter,
@@ -174,8 +175,9 @@ def test_the_emitter_writes_one_line_per_event_in_the_chosen_format() -> None:
     emit(Note(text="c"))
     assert [parse_event(line) for line in out.getvalue().splitlines()] == [Note(text="a\nb"), Note(text="c")]
     out = io.StringIO()
+    Emitter("text", out)(AddedUp(stage=0, t=0, missing=0, duplicated=0))  # for programs
     Emitter("text", out)(Note(text="hello"))
-    assert out.getvalue().endswith("  hello\n")
+    assert out.getvalue().endswith("  hello\n") and out.getvalue().count("\n") == 1
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.ENOSPC, "No space left on device")])

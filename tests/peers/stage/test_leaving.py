@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from peers.clock import now_s
-from peers.events import Note, StageLost, Stepped
+from peers.events import AddedUp, Note, StageLost, Stepped
 from swarm.manifest import Run, audit_run
 from tests.peers.loops import Swarm, swarm
 
@@ -64,6 +64,25 @@ async def test_who_leaves_stays_until_the_step_that_its_sum_is_part_of_is_taken(
         taken = [e.microbatches for e in built.seen(Stepped) if (e.stage, e.t) == (stage, 0)]
         # It may hear that the others have taken the step, and leave before it takes it itself.
         assert 0 < max(taken) < built.run.M and (len(taken) == 1 or sum(taken) == built.run.M)
+
+
+@pytest.mark.asyncio
+async def test_what_a_round_counted_is_told_before_its_result_can_be_taken() -> None:
+    """Who takes it knows no ledgers, and the members may die before they take the step."""
+    async with swarm(a_run(), replicas=1) as built:
+
+        def dies(name: str, point: str) -> bool:
+            if point == "prepared":
+                built.kill(name)
+            return point == "prepared"
+
+        built.points.append(dies)
+        await built.until_serving()
+        built.add_trainer("trainer")
+        await built.until(lambda: not built.points)
+        assert not built.seen(Stepped)
+        told = built.seen(AddedUp)[0]
+        assert (told.t, told.missing, told.duplicated) == (0, 0, 0)
 
 
 @pytest.mark.asyncio
