@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Set
 from typing import TypeAlias
 
 import msgspec
@@ -68,19 +68,10 @@ class Agreed:
         self.generation = generation
         self.commits.clear()
 
-    def learn(self, commits: Sequence[Commit], generation: Generation, *, newest: int) -> None:
-        """Remember commits. `newest`: the version that the stage has.
-
-        A commit is for a step that all stages have the weights for. A commit for which this stage has no
-        weights is false, or this stage is behind and will be told again. If it were kept, it would hide every
-        true one after it.
-        """
-        if generation != self.generation:
-            return
-        for commit in commits:
-            if commit.t not in self.commits and commit.t <= newest:
-                self.commits[commit.t] = commit
-                forget_before(commit.t - 4, self.commits)
+    def learn(self, commits: Iterable[Commit]) -> None:
+        """Remember commits of the present generation, for which this stage has the weights."""
+        self.commits |= {commit.t: commit for commit in commits}
+        forget_before(max(self.commits, default=0) - 4, self.commits)
 
     def known(self, local: Local) -> dict[int, Commit]:
         """The commits of the present generation: heard of, or taken by this replica."""
@@ -488,13 +479,12 @@ class RunCoordinator:
             or 2 * sum(other >= version for other in versions) >= len(versions)
         )
         version, oldest = max(borne_out), min(versions)
-        last = summaries.get(self._run.S - 1)
+        last, ahead = summaries.get(self._run.S - 1), 1 if self._run.delayed_updates else 0
         for step in last.steps if last is not None else ():
-            if step.loss is not None:
+            if step.loss is not None and step.t <= version + ahead:  # else true ones would go for those
                 losses.setdefault(step.t, step.loss)
         while len(losses) > LOSSES_KEPT:
             del losses[min(losses)]
-        ahead = 1 if self._run.delayed_updates else 0
         lacking: list[StepLacking] = []
         due = min([oldest, *(step.t for summary in summaries.values() for step in summary.steps)])
         for t in sorted({due, oldest, *range(version, version + ahead + 1)}):
@@ -504,8 +494,7 @@ class RunCoordinator:
             if t in (due, oldest):  # steps are taken in their order
                 commit = rounds.decide_commit(t, self._run.S, known, self._agreed.commits)
                 if commit is not None and believes(commit):
-                    self._agreed.commits[t] = commit
-                    forget_before(t - 4, self._agreed.commits)
+                    self._agreed.learn([commit])
             if t >= version:
                 silent = rounds.StepSummary(t=t)
                 by_stage = [known.get(stage, silent).unclaimed for stage in range(self._run.S)]

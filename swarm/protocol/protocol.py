@@ -614,11 +614,15 @@ class StepProtocol:
         self._entered_s, self._soon = now, True
 
     def _learn(self, commits: Sequence[Commit], generation: Generation) -> None:
-        agreed = self._agreed  # of another generation a commit says nothing: no words on it are asked for
+        """Remember commits that are proven. One for which this stage has no weights is false, or it is behind
+        and will be told again: kept, that would hide every true one. No words are asked for on it.
+        """
+        agreed, mine = self._agreed, self._local.version
         new = [c for c in commits if generation == agreed.generation and c.t not in agreed.commits]
-        if believed := [commit for commit in new if self.believes(commit, generation)]:
-            newest = self._coordinator.newest_version() if self._coordinator.present() else 0
-            agreed.learn(believed, generation, newest=max(newest, self._local.version))
+        if new:
+            newest = max(mine, self._coordinator.newest_version() if self._coordinator.present() else 0)
+            near = (c for c in new if min(mine, newest - replica.COMMITS_KEPT) <= c.t <= newest)
+            agreed.learn([commit for commit in near if self.believes(commit, generation)])
 
     def believes(self, commit: Commit, generation: Generation, *, is_told: bool = True) -> bool:
         """Whether a commit is proven, as far as this replica can see; if not, it asks for what is lacking."""

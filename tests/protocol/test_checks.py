@@ -169,6 +169,16 @@ def test_one_stage_of_three_says_not_alone_that_the_run_is_further(
     assert this.decide({}, local).version == version
 
 
+def test_losses_of_steps_that_are_far_off_take_no_place() -> None:
+    """A stranger told them while nobody had voice, and the losses of the next 1,000 steps were dropped."""
+    this, losses = RunCoordinator(RUN, "me", Agreed(Generation())), {0: 1.0}
+    local = Local(generation=Generation(), version=1, steps={}, commits={})
+    told = tuple(StepSummary(t=t, loss=2.0) for t in (1, RUN.steps - 1))
+    for stage in range(RUN.S):
+        this.stages[stage] = Summarized(summary(stage=stage, version=1, steps=told), "p", NOW)
+    assert this.decide(losses, local).losses == ((0, 1.0), (1, 2.0))
+
+
 def test_a_step_is_committed_when_all_stages_have_taken_the_one_before() -> None:
     agreed = Agreed(Generation())
     this = RunCoordinator(RUN, "me", agreed)

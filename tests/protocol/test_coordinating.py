@@ -161,9 +161,18 @@ def test_how_long_a_step_has_lasted_counts_from_where_it_begins_again_after_a_ro
 
 
 def test_a_commit_of_a_step_that_the_stage_has_not_reached_is_not_remembered() -> None:
+    protocol = protocol_of("b", others=(record("a", 1, 1.0),))
+    said = msgspec.structs.replace(directive("a"), commits=(Commit(0, 1.0), Commit(1, 1.0)))
+    protocol.directive_came(said, now=NOW)
+    assert protocol._agreed.commits == {0: Commit(0, 1.0)}
+
+
+def test_commits_of_steps_long_over_are_not_remembered() -> None:
+    """While the run stood still, who had kept them could tell all that there ever were."""
     agreed = Agreed(Generation())
-    agreed.learn([Commit(2, 1.0), Commit(3, 1.0)], Generation(), newest=2)
-    assert agreed.commits == {2: Commit(2, 1.0)}
+    for t in reversed(range(20)):
+        agreed.learn([Commit(t, 1.0)])
+    assert sorted(agreed.commits) == [15, 16, 17, 18, 19]
 
 
 def test_a_stage_whose_result_is_gone_learns_from_a_commit_that_the_run_is_past_it() -> None:
@@ -171,7 +180,7 @@ def test_a_stage_whose_result_is_gone_learns_from_a_commit_that_the_run_is_past_
     protocol = protocol_of("b")
     protocol.speak(now=NOW)
     assert protocol.stuck_s(now=NOW) == 0.0
-    protocol._agreed.learn([Commit(0, 1.0)], Generation(), newest=0)
+    protocol._agreed.learn([Commit(0, 1.0)])
     protocol.speak(now=NOW)
     assert protocol.stuck_s(now=NOW + 5.0) == 5.0
 

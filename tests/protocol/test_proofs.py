@@ -281,6 +281,23 @@ def test_a_replica_asks_those_whose_word_is_lacking_and_does_without_them_if_the
     assert actions_of(directive, step, excused=["cid"]) == [ApplyStep(directive.commits[0])]
 
 
+@pytest.mark.parametrize("t", [1, 40])
+def test_no_words_are_asked_for_on_a_commit_of_a_step_that_is_far_off(t: int) -> None:
+    """While nobody has voice an identity in each stage signs one, and each peer asked all others about it."""
+    crowd = [record("zoe", 0), record("yan", 0), *(record(name) for name in ("ann", "bob", "cid"))]
+    this = protocol_of("bob", *crowd)
+    for coordinator in (False, True):
+        this.belief.lacking.clear()
+        made_up = Commit(t, 2.0, ((proof("yan", 0, t=t),), (proof("cid", 1, t=t),)))
+        if coordinator:
+            said = msgspec.structs.replace(report(), commits=(made_up,))
+            tell(this, "cid", said)
+        else:
+            directive, _ = told(ANN, BOB)
+            this.hear_directive("ann", msgspec.structs.replace(directive, commits=(made_up,)), now=NOW)
+        assert not [act for act in this.ready(now=NOW).actions if isinstance(act, AskAbsent)]
+
+
 @pytest.mark.parametrize("norm", [math.inf, 1e30])
 def test_no_peer_ends_or_shrinks_a_step_by_its_word_alone(norm: float) -> None:
     directive, step = told(proof("ann", 1, norm=norm))
