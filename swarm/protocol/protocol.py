@@ -252,7 +252,9 @@ class StepProtocol:
         elif coordinator is not None:
             if not self._backoff.rests(coordinator, now=now):
                 self._followed_s = now
-            self._coordinator.members.pop(self._me, None)
+            members, self._told = self._coordinator.members, {}
+            there = {p: m for p, m in members.items() if not is_gone(m.seen_s, now=now)}
+            self._coordinator.members = {p: m for p, m in there.items() if p != self._me}
             self._coordinator.forget_answers()
             last, since = self.directive, 0
             if last and (last.coordinator, last.generation) == (coordinator, self._local.generation):

@@ -72,6 +72,18 @@ def test_a_replica_that_is_silent_is_a_member_no_more() -> None:
     assert members_said(protocol, now=late) == 1
 
 
+def test_who_does_not_coordinate_forgets_silent_replicas_as_well() -> None:
+    """Each that ever reported to it was kept with its ledgers and losses, up to 1 MB, while others led."""
+    protocol = protocol_of("b", others=(record("a", 1, 1.0),))
+    report = ReplicaReport(run=RUN.id, stage=1, generation=Generation(), version=0)
+    for number in range(9):
+        with pytest.raises(NotNow, match="another peer coordinates this stage"):
+            protocol.report(f"stranger {number}", report, [], now=NOW)
+    for now, members in ((NOW, 9), (NOW + 2 * GONE_AFTER_S, 0)):
+        assert not protocol.speak(now=now)
+        assert len(protocol._coordinator.members) == members
+
+
 def test_of_a_silent_replica_an_old_report_is_not_answered() -> None:
     """It was said before others that have come, and ran out with them."""
     protocol = protocol_of("b", others=(record("c", 1, 3.0),))
