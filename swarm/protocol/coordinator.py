@@ -31,15 +31,13 @@ from swarm.protocol.messages import (
     StepLacking,
 )
 from swarm.protocol.replica import Local, newest_commits
-from swarm.protocol.rounds import Commit, Plan, Prepared
+from swarm.protocol.rounds import MAX_SOURCES, Commit, Plan, Prepared
 from swarm.protocol.sums import are_checked
 from swarm.protocol.voice import heard, weight
 
 REALIGN_STEPS = 100
 """Steps between realignments where the manifest has no checkpoints: replicas on different kinds of device
 then take the same bits."""
-MAX_SOURCES = 64
-"""Replicas that are named as the source of something."""
 MAX_TOLD = 16
 """Summaries whose answers may be on their way."""
 ALONE_S = 20.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -20,12 +20,15 @@ from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.protocol.ledger import Bitmap, check_bitmap
 from swarm.protocol.rollback import check_position
-from swarm.protocol.rounds import NOTHING, Commit, FetchResult, Plan, StepReport, StepSummary
+from swarm.protocol.rounds import NOTHING, Commit, FetchResult, Plan, Sources, StepReport, StepSummary
 
 LOSSES_KEPT = 64
 """Of the last steps. Who is told more refuses it: each coordinator keeps what the one before it said."""
 MAX_LEFT_OUT = 8
 """Replicas that are said to be left out; there is no need to say it of all."""
+MAX_STEPS = 4
+"""Steps in one report: the open one, one more with delayed updates, and those about to close."""
+Commits: TypeAlias = Annotated[tuple[Commit, ...], msgspec.Meta(max_length=MAX_STEPS)]
 
 
 class Positioned(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +66,7 @@ class ReplicaReport(Numbered, frozen=True, kw_only=True):
     kind: str = ""
     """Kind of device: digests of different kinds are compared only where the run realigns."""
     steps: tuple[StepReport, ...] = ()
-    commits: tuple[Commit, ...] = ()
+    commits: Commits = ()
     """The last that this replica took: the next coordinator says the same."""
     say_leaving: bool = False
     """The last report: this replica must not be counted on any more."""
@@ -97,7 +100,7 @@ class RunStatus(Positioned, frozen=True, kw_only=True):
     held_by_all: int = -1
     """The version that every stage has reached; -1: some stage has been silent lately."""
     lacking: tuple[StepLacking, ...] = ()
-    commits: tuple[Commit, ...] = ()
+    commits: Commits = ()
     """The newest, ascending. More than one: with delayed updates a stage may have to take two steps."""
     losses: Annotated[tuple[tuple[int, float], ...], msgspec.Meta(max_length=LOSSES_KEPT)] = ()
     """Mean loss of each of the last steps, each over exactly M microbatches."""
@@ -110,17 +113,17 @@ class Directive(Numbered, frozen=True, kw_only=True):
     run: str
     stage: Stage
     coordinator: PeerId
-    sources: tuple[PeerId, ...] = ()
+    sources: Sources = ()
     """Replicas at `version`, the newest in the stage, from which those behind it catch up. Empty: none has
     it yet, and each gets it where it can."""
     behind_s: int = 0
     """For how long the stage has been unable to follow the run; the next coordinator goes on counting."""
     digest: str = ""
     """What most replicas of `version` hold; empty while unknown."""
-    left_out: tuple[PeerId, ...] = ()
+    left_out: Annotated[tuple[PeerId, ...], msgspec.Meta(max_length=MAX_LEFT_OUT)] = ()
     """Replicas that take part in nothing for now: they cost the stage too much."""
     steps: tuple[StepDirective, ...] = ()
-    commits: tuple[Commit, ...] = ()
+    commits: Commits = ()
     run_status: RunStatus = RunStatus()
 
 
@@ -131,11 +134,9 @@ class StageSummary(Numbered, frozen=True, kw_only=True):
     stage: Stage
     members: int
     steps: tuple[StepSummary, ...] = ()
-    commits: tuple[Commit, ...] = ()
+    commits: Commits = ()
 
 
-MAX_STEPS = 4
-"""Steps in one report: the open one, one more with delayed updates, and those about to close."""
 MAX_NAME = 64
 """Characters of a round's name or a digest: they are passed on to all replicas, in one message."""
 
@@ -174,8 +175,6 @@ def _check_steps(steps: Sequence[int], run: Run) -> None:
 
 
 def _check_commits(commits: Sequence[Commit], run: Run) -> None:
-    if len(commits) > MAX_STEPS:
-        raise Refused(f"{len(commits)} commits at once; at most {MAX_STEPS}")
     for commit in commits:
         if not 0 <= commit.t < run.steps:
             raise Refused(f"a commit for step {commit.t} of a run of {run.steps} steps")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
@@ -28,6 +28,9 @@ NOTHING = Bitmap(0)
 NO_VOICE: Mapping[PeerId, int] = {}
 """All words count alike."""
 
+MAX_SOURCES = 64
+"""Replicas that are named as the source of something."""
+Sources: TypeAlias = Annotated[tuple[PeerId, ...], msgspec.Meta(max_length=MAX_SOURCES)]
 PROOFS = 2
 """Replicas whose word a stage's norm needs, if there are as many."""
 
@@ -108,7 +111,7 @@ class FetchResult(msgspec.Struct, frozen=True):
     """`round` is complete at `sources`: every other replica fetches it from one of them."""
 
     round: str
-    sources: tuple[PeerId, ...]
+    sources: Sources
     ready: bool
     """Every replica holds it: the stage is prepared."""
     sqnorm: float
