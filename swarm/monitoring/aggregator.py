@@ -137,7 +137,7 @@ class Aggregator:
         self._lower_since: float | None = None
         self._stepped: deque[tuple[float, int]] = deque(maxlen=512)
         """(time, version) of each change of the version."""
-        self._history = History()
+        self._history = History(run)
         self._happenings: deque[Happening] = deque(maxlen=MAX_HAPPENINGS)
         self._work: dict[PeerId, _Work] = {}
         self._most_serving = [0] * run.cells
@@ -239,7 +239,8 @@ class Aggregator:
             seen.status = status
         seen.heard_at = now
         self._take_work(status)
-        if self._began is None or status.generation == self._position.generation:
+        same = self._began is None or status.generation == self._position.generation
+        if same or self._apart:  # an island that was lost has a generation of its own
             self._history.take(status, self._voice)
         if status.stage in self._firsts and self._is_heard(seen):
             if status.trainers or (seen.before is not None and status.taken > seen.before.taken):

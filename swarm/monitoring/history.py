@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from swarm.floats import mean_of
 from swarm.ids import PeerId, Position
+from swarm.manifest import Run
 from swarm.protocol.voice import heard, weight
 from swarm.wire.messages import PastStep, PeerStatus
 
 MAX_POINTS = 1000
 """Of a plot; above it, every second point is dropped."""
 MAX_TELLERS = 5
-"""Of one step: so many peers are heard about it."""
+"""Of one step of an island: so many peers are heard about it."""
 
 T = TypeVar("T", Position, int, float)
 Voice = Mapping[PeerId, int]
 
 
 class History:
-    """No peer is believed alone: of what several say of a step the median counts."""
+    """No peer is believed alone: of what several say of a step the median counts; of losses the mean of those
+    of all islands."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self.losses: dict[int, float] = {}
         """Version -> the loss of the step to it."""
         self.evaluations: dict[int, float] = {}
         """Version -> its loss on samples that are held out."""
-        self._past: dict[int, dict[PeerId, PastStep]] = {}
-        """By version: what peers said of the step to it."""
+        self._past: dict[int, dict[PeerId, tuple[int, PastStep]]] = {}
+        """By version: what peers said of the step to it, and of which island they are."""
         self._spoken_of: set[int] = set()
         """Versions of which something was said since the last update."""
 
@@ -35,25 +40,33 @@ class History:
         """Note what a peer says of its past."""
         if voice and status.peer not in voice:
             return  # strangers would be the first to be heard of a step
+        island = status.stage // self._run.S
         for step in status.past:
             by = self._past.setdefault(step.version, {})
-            if len(by) < MAX_TELLERS or status.peer in by:
-                by[status.peer] = step
+            if status.peer in by or sum(at == island for at, _ in by.values()) < MAX_TELLERS:
+                by[status.peer] = island, step
                 self._spoken_of.add(step.version)
 
     def update(self, fresh: Sequence[PeerStatus], version: int, voice: Voice) -> None:
         """Settle what was said of versions up to the run's, which those that answered lately are at."""
-        said: dict[int, list[tuple[float, PeerId]]] = {}
+        of = Counter(status.stage // self._run.S for status in fresh)
         for of_version in [one for one in self._spoken_of if one <= version]:
-            told = self._told(of_version, voice)
-            said[of_version] = [(step.loss, peer) for peer, step in told if step.loss is not None]
-        _believe(self.losses, said, voice, of=len(fresh))
+            means = list[float]()
+            for island in range(self._run.islands.count):
+                told = self._told(of_version, voice)
+                said = [(step.loss, p) for p, at, step in told if at == island and step.loss is not None]
+                if said and len(said) >= min(2, of[island]):
+                    means.append(median(said, voice, high=False))
+            if len(means) == self._run.islands.count:
+                self.losses[of_version] = mean_of(means)
         held_out: dict[int, list[tuple[float, PeerId]]] = {}
         first = [status for status in fresh if status.stage == 0]  # to them trainers say it
         for status in first:
             if status.eval_loss is not None and 0 <= status.eval_version <= version:
                 held_out.setdefault(status.eval_version, []).append((status.eval_loss, status.peer))
-        _believe(self.evaluations, held_out, voice, of=len(first))
+        for of_version, losses in held_out.items():
+            if len(losses) >= min(2, len(first)):
+                self.evaluations[of_version] = median(losses, voice, high=False)
         for points in (self.losses, self._past, self.evaluations):
             if len(points) > MAX_POINTS:
                 for of_version in sorted(points)[1:-1:2]:
@@ -72,13 +85,13 @@ class History:
             (one, median(times, voice, high=False))
             for one in sorted(self._past)
             if one <= version
-            and (times := [(step.took_s, peer) for peer, step in self._told(one, voice) if step.took_s])
+            and (times := [(step.took_s, peer) for peer, _, step in self._told(one, voice) if step.took_s])
         )
 
-    def _told(self, version: int, voice: Voice) -> list[tuple[PeerId, PastStep]]:
-        """What was said of the step to a version by those whose word counts."""
+    def _told(self, version: int, voice: Voice) -> list[tuple[PeerId, int, PastStep]]:
+        """What was said of the step to a version by those whose word counts, and of which island they are."""
         by = self._past.get(version, {})
-        return [(peer, by[peer]) for peer in heard(by, voice)]
+        return [(peer, *by[peer]) for peer in heard(by, voice)]
 
 
 def median(said: Sequence[tuple[T, PeerId]], voice: Voice, *, high: bool) -> T:
@@ -91,12 +104,3 @@ def median(said: Sequence[tuple[T, PeerId]], voice: Voice, *, high: bool) -> T:
         if so_far > half or (so_far == half and not high):
             return value
     raise AssertionError("nothing was said")
-
-
-def _believe(
-    known: dict[int, float], said: Mapping[int, Sequence[tuple[float, PeerId]]], voice: Voice, *, of: int
-) -> None:
-    """Note the losses that enough of so many peers have said."""
-    for version, losses in said.items():
-        if losses and len(losses) >= min(2, of):
-            known[version] = median(losses, voice, high=False)

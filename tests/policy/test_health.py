@@ -692,6 +692,25 @@ def test_cells_are_called_by_stage_and_island() -> None:
     assert ("stage lost", lost) in happened(health)
 
 
+def test_the_loss_of_a_step_is_that_of_all_islands_once_each_has_told() -> None:
+    """It was one island's, and another one's at the next look; also after one was lost."""
+    seen = Seen(*CELLS, run=ISLANDS)
+
+    def say(names: str, version: int) -> SwarmHealth:
+        there = [(cell, name) for cell, name in enumerate("abcd") if name in names]
+        told = ((name, cell, past((version, 2.0, 1.0 + 2.0 * (cell // 2)))) for cell, name in there)
+        return seen.look(
+            statuses=tuple(
+                status(name, cell, version=version, past=said, generation=Generation(cell // 2, 0))
+                for name, cell, said in told
+            )
+        )
+
+    assert say("ab", 4).losses == ()
+    assert say("cd", 4).losses == say("a", 4).losses == ((4, 2.0),)
+    assert [say(names, 5).losses[-1] for names in ("cd", "ab")] == [(4, 2.0), (5, 2.0)]
+
+
 def test_an_island_that_is_ahead_of_the_others_is_not_doubted() -> None:
     """They are apart by up to the steps between two meetings."""
     run = replace(RUN, islands=IslandsSpec(count=4, local_steps=9))
