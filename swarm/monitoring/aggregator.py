@@ -220,6 +220,8 @@ class Aggregator:
 
     def _lose(self, peer: PeerId, now: float, *, left: bool = False) -> None:
         seen = self._peers.pop(peer, None)
+        for of_version in self._digests.values():
+            of_version.pop(peer, None)
         if seen is not None and (left or seen.state == "leaving"):
             self._happened(now, "left", f"{self._who(seen)} left", seen)
         elif seen is not None:
@@ -254,6 +256,12 @@ class Aggregator:
         if status.digest and status.stage != NO_STAGE and counts:
             of_version = self._digests.setdefault((status.stage, status.position), {})
             of_version[status.peer] = (status.kind, status.digest)
+            if len(self._digests) > MAX_VERSIONS * self.run.cells:
+                del self._digests[max(self._digests, key=self._far_off)]
+
+    def _far_off(self, of: tuple[Stage, Position]) -> tuple[bool, int]:
+        generation, version = of[1]
+        return generation != self._position.generation, abs(version - self._position.version)
 
     def _take_work(self, status: PeerStatus) -> None:
         work = self._work.setdefault(status.peer, _Work(since=status.since))
@@ -307,8 +315,6 @@ class Aggregator:
         if self._stepped and now < self._stepped[-1][0]:
             self._stepped.clear()  # the clock was set back
         self._stepped.append((now, position.version))
-        for key in sorted(self._digests, key=lambda key: key[1])[: -MAX_VERSIONS * self.run.cells]:
-            del self._digests[key]
 
     def _heard(self, peers: Iterable[_Seen]) -> list[_Seen]:
         """The peers whose word counts."""
@@ -453,8 +459,7 @@ class Aggregator:
         for key in sorted((k for k in self._digests if k[0] == stage), key=lambda key: key[1], reverse=True):
             kinds: dict[str, dict[str, list[PeerId]]] = {}
             for peer, (kind, digest) in sorted(self._digests[key].items()):
-                if peer in self._peers:
-                    kinds.setdefault(kind, {}).setdefault(digest, []).append(peer)
+                kinds.setdefault(kind, {}).setdefault(digest, []).append(peer)
             common = [sides for _, sides in sorted(kinds.items()) if sum(map(len, sides.values())) > 1]
             for sides in (sides for sides in common if len(sides) > 1):
                 ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), side[0]))

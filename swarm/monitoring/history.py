@@ -42,6 +42,8 @@ class History:
             return  # strangers would be the first to be heard of a step
         island = status.stage // self._run.S
         for step in status.past:
+            if step.version not in self._past and len(self._past) > 2 * MAX_POINTS:
+                continue  # no peer serves, and strangers say what they like
             by = self._past.setdefault(step.version, {})
             if status.peer in by or sum(at == island for at, _ in by.values()) < MAX_TELLERS:
                 by[status.peer] = island, step

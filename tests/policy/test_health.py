@@ -14,7 +14,7 @@ from swarm.errors import MAX_WORDS_CHARS, Refused, clean
 from swarm.ids import Generation
 from swarm.manifest import IslandsSpec, Run, demo_run
 from swarm.monitoring import alerts, validation
-from swarm.monitoring.aggregator import MAX_WORKERS, Aggregator
+from swarm.monitoring.aggregator import MAX_VERSIONS, MAX_WORKERS, Aggregator
 from swarm.monitoring.health import Observation, PeerHealth, PeerTraffic, SwarmHealth
 from swarm.monitoring.history import MAX_POINTS
 from swarm.records import NO_STAGE, PeerRecord
@@ -477,6 +477,29 @@ def test_weights_that_disagree_are_an_error_for_devices_of_one_kind() -> None:
     assert health.alerts[0].level == "error"
     told = tuple(status(n, 1, digest="1234" * 16, kind="cpu", version=4) for n in "abd")
     assert seen.look(statuses=told).stages[1].disagree == ()  # they agree again
+
+
+def test_what_strangers_say_of_steps_far_off_is_not_kept_and_hides_no_disagreement() -> None:
+    """They pushed out those that are compared, and while the run stood still all of them were kept."""
+    seen = Seen()
+    others = tuple(status(name, stage, version=3) for name, stage in (("b", 0), ("c", 1), ("d", 1)))
+    for version in range(9, 40):
+        for generation in map(Generation, range(3)):
+            far = status("a", 0, version=version, generation=generation, digest="aa", kind="cpu")
+            seen.look(statuses=(*others, far))
+    assert len(seen.aggregator._digests) <= MAX_VERSIONS * RUN.S
+    told = tuple(status(name, 1, digest=digest, kind="cpu", version=3) for name, digest in ("cx", "dy"))
+    assert seen.look(statuses=told).stages[1].disagree == (("x", ("c",)), ("y", ("d",)))
+    assert seen.gone("d").stages[1].disagree == ()
+    assert not any("d" in by for by in seen.aggregator._digests.values())
+
+
+def test_while_nobody_serves_no_end_of_past_steps_is_kept() -> None:
+    history = Aggregator(demo_run(steps=100_000))._history
+    for first in range(1, 5 * MAX_POINTS, 100):
+        told = past(*((version, 1.0, 1.0) for version in range(first, first + 100)))
+        history.take(status("a", 0, past=told), {})
+    assert len(history._past) <= 2 * MAX_POINTS + 1
 
 
 def test_a_count_that_is_wrong_is_the_worst_of_all() -> None:
