@@ -78,8 +78,7 @@ class Waits(msgspec.Struct):
 
     def forget(self, newest: int) -> None:
         """Steps before `newest` are over."""
-        for old in [(t, peer) for t, peer in self._open if t < newest]:
-            del self._open[old]
+        self._open = {at: wait for at, wait in self._open.items() if at[0] >= newest}
 
     def late(self, t: int, *, now: float, least_s: float = 0.0) -> dict[PeerId, float]:
         """The replicas that step `t` has waited for longer than usual, and than `least_s`; since when."""

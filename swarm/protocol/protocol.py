@@ -511,8 +511,7 @@ class StepProtocol:
 
     def _update_run_status(self, now: float) -> None:
         run = self._run_coordinator
-        for stage in [s for s, said in run.stages.items() if is_gone(said.seen_s, now=now)]:
-            del run.stages[stage]
+        run.stages = {s: said for s, said in run.stages.items() if not is_gone(said.seen_s, now=now)}
         present = run.present()
         if not present:
             return

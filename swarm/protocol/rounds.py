@@ -147,10 +147,8 @@ def elect(since_s: Mapping[PeerId, float], voice: Mapping[PeerId, int]) -> list[
     while older peers live. It would know of no plan, and a running reduce would start again. A wrong clock
     costs just that.
     """
-    ranked = []
-    for peer in heard(since_s, voice):
-        ranked.append(((-(voice[peer] // RANK_STEPS) if voice.get(peer) else since_s[peer]), peer))
-    return [peer for _, peer in sorted(ranked)]
+    rank = {p: -(voice[p] // RANK_STEPS) if voice.get(p) else since_s[p] for p in heard(since_s, voice)}
+    return sorted(rank, key=lambda peer: (rank[peer], peer))
 
 
 def named_by_most(told: Mapping[PeerId, Collection[PeerId]], *, least: int = 2) -> set[PeerId]:
