@@ -220,7 +220,7 @@ class StageCore:
             if t not in self.steps:
                 ledger = Ledger(t, self.run.microbatches(t), self.device.books.check)
                 step = self.steps[t] = OpenStep(t, ledger)  # before its sum: no other task opens it meanwhile
-                await self.device.run(Rank.STEP, t, self.compute.sums.begin, t)
+                await self._overwrite(t, self.compute.sums.begin, t)
                 self.opened(step)
         self.report_trigger.urgent()
         pulse(self._moved)
@@ -326,8 +326,8 @@ class StageCore:
         self._hashing = asyncio.get_running_loop().create_task(self.refresh_digest())
 
     async def _overwrite(self, t: int, job: Callable[..., None], *args: object) -> None:
-        """Have the device change the weights in place. Raises SetupError: that broke part-way. What is left
-        is of no version: no peer gets it, no pause keeps it, and this peer ends.
+        """Have the device change the weights in place, or begin a sum. Raises SetupError: that broke. What is
+        left is of no version, or nothing is added to it: no peer gets it, no pause keeps it, this peer ends.
         """
         try:
             await self.device.run(Rank.STEP, t, job, *args)

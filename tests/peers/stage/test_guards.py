@@ -23,7 +23,7 @@ from peers.stage.open_step import KeptMicrobatch, OpenStep
 from peers.stage.pause import PeerLife
 from peers.stage_calls import StageCalls
 from peers.transfer.client import Download
-from swarm.errors import Leaving, NotAdmitted, NotReady, PeerGone, Refused, Stale, SwarmError
+from swarm.errors import Leaving, NotAdmitted, NotReady, PeerGone, Refused, SetupError, Stale, SwarmError
 from swarm.ids import Generation, Microbatch, Position
 from swarm.manifest import audit_run
 from swarm.model.layout import initial_state
@@ -174,6 +174,21 @@ async def test_a_liars_work_is_taken_out_of_the_next_step_though_the_first_sum_b
         await alone.core.forget_work_of("liar")
     await asyncio.sleep(1.0)
     assert [(step.ledger.done, any(alone.sum(t))) for t, step in alone.core.steps.items()] == [(0, False)] * 2
+
+
+async def test_a_peer_without_memory_for_the_sum_of_a_step_ends() -> None:
+    """It went on to take microbatches, and failed all of them; the only one of its stage did so for ever."""
+    alone = await Alone(RUN).opened()
+    core, sums = alone.core, alone.core.compute.sums
+
+    def begin(t: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    sums.begin = begin  # type: ignore[method-assign]
+    core.steps.pop(0).close()
+    with pytest.raises(SetupError, match="CUDA out of memory"):
+        await core.open_steps()
+    assert core.device.failure is not None and not core.joined
 
 
 async def test_what_is_undone_and_is_the_peers_own_leaves_the_sum_and_nothing_else_does() -> None:
