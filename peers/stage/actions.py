@@ -296,8 +296,9 @@ class Actions:
 
     async def _apply_step(self, commit: Commit) -> None:
         core = self._core
-        step = core.steps.get(commit.t)
-        mine = step.ledger.done.bit_count() if step is not None else 0
+        step = core.steps[commit.t]
+        mine = step.ledger.done.bit_count()
+        await self._tied_weights.renew(step)
         await core.apply(commit)
         fault_point("took")
         core.stepped.set()

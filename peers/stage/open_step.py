@@ -98,6 +98,8 @@ class OpenStep(ReplicaStep):
         self.shared: dict[Stage, torch.Tensor] = {}
         """Of weights that other stages hold as well: what those found. At a meeting what islands have
         changed, by their numbers, and counted on from there the sums of parts."""
+        self.doubted = False
+        """A liar was convicted since: other stages may find something else of those weights by now."""
         self.getting: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         """Who holds one gets what that island has changed, at a meeting."""
         self.added_up = asyncio.Event()

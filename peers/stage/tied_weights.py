@@ -21,7 +21,8 @@ from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
 from peers.transfer.client import DownloadFailed, download
 from peers.transfer.gradient import wanted_of
-from swarm.errors import NotReady
+from peers.waiting import within
+from swarm.errors import NotReady, SwarmError
 from swarm.ids import Stage
 from swarm.protocol.rounds import Prepared
 from swarm.wire.messages import OpenHeld
@@ -33,6 +34,7 @@ ASKED_AT_ONCE = 4
 other."""
 GATHER_S = 2.5
 """Replicas that have the result answer at once; others hold the question for 2 s."""
+RENEW_S = 5.0
 FEWEST_OF_MANY = 3
 """Of two that contradict each other nobody knows who lies."""
 ALONE_S = 20.0
@@ -63,6 +65,8 @@ class TiedWeights:
                 if self._core.run.meets_at(step.t):
                     whole = await self._meeting.sum(step, reduced)
                 else:
+                    if step.doubted:
+                        step.doubted, step.shared = False, {}
                     await asyncio.gather(*(self._part(step, other) for other in compute.shared.names))
                     whole = await asyncio.to_thread(compute.shared.complete, reduced, step.shared)
                 sqnorm = await asyncio.to_thread(compute.shared.sqnorm, whole)
@@ -89,6 +93,13 @@ class TiedWeights:
             await asyncio.wait_for(self.hold(step, reduced, held), limit_s)
         finally:
             step.end_round(held.round, failed=False)
+
+    async def renew(self, step: OpenStep) -> None:
+        """Before a step is taken: have what other stages found by then, if a liar was convicted since. They
+        may have taken its work out after they gave it. If they give nothing now, what they gave counts."""
+        if step.doubted and step.reduced is not None and step.prepared is not None:
+            with contextlib.suppress(SwarmError, asyncio.TimeoutError):
+                await within(self.hold(step, step.reduced, step.prepared), RENEW_S)
 
     async def _part(self, step: OpenStep, other: Stage) -> None:
         """Get the part of `other`: from its replicas, or if none can be reached from those of this stage that

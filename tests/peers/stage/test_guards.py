@@ -880,6 +880,38 @@ async def test_a_step_whose_parts_do_not_come_waits_to_be_told_what_to_do() -> N
     assert alone.core.steps[0].state is StepState.FROZEN
 
 
+@pytest.mark.parametrize("answers", [True, False])
+async def test_what_another_stage_found_with_a_liar_is_got_again_before_a_step_is_taken(
+    answers: bool,
+) -> None:
+    """It took the liar's work out and added up again, and the copies of the weight differed from then on."""
+    found = [3.0, 2.0]
+
+    def parts(step: OpenStep) -> None:
+        if not found:
+            raise NotReady("gone", version=0)
+        if 1 not in step.shared:
+            numel = alone.core.compute.shared.numel(1)
+            step.shared[1] = torch.full((numel,), found.pop(0), dtype=torch.float64)
+
+    alone, taken = await tied(parts).opened(), list[torch.Tensor]()
+    apply = alone.core.compute.apply
+
+    def noted(t: int, reduced: torch.Tensor, total_sqnorm: float) -> None:
+        taken.append(reduced.clone())
+        apply(t, reduced, total_sqnorm)
+
+    alone.core.compute.apply = noted  # type: ignore[method-assign]
+    step = await hold(alone)
+    assert step.whole is not None and set(step.whole.tolist()) == {4.0}
+    if not answers:
+        found.clear()
+    await alone.core.forget_work_of("liar")
+    await alone.peer.actions._apply_step(Commit(0, 1.0))  # type: ignore
+    assert alone.core.version == 1
+    assert [set(one.tolist()) for one in taken] == [{3.0} if answers else {4.0}]
+
+
 async def test_the_last_version_is_saved_whatever_the_period_of_checkpoints() -> None:
     alone = await Alone(RUN).opened()
     saved: list[int] = []
