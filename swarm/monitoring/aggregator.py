@@ -241,9 +241,8 @@ class Aggregator:
             seen.status = status
         seen.heard_at = now
         self._take_work(status)
-        same = self._began is None or status.generation == self._position.generation
-        if same or self._apart:  # an island that was lost has a generation of its own
-            self._history.take(status, self._voice)
+        if self._began is None or self._apart or status.generation == self._position.generation:
+            self._history.take(status, self._voice)  # an island that was lost has a generation of its own
         if status.stage in self._firsts and self._is_heard(seen):
             if status.trainers or (seen.before is not None and status.taken > seen.before.taken):
                 self._trainer_at = now

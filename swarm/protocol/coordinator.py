@@ -60,11 +60,7 @@ class Agreed:
         self.generation = generation
         """The latest that was heard of: decisions concern nothing older."""
         self.commits: dict[int, Commit] = {}
-
-    def enter(self, generation: Generation) -> None:
-        """Decide in another generation from now on: the commits of the last one say nothing in it."""
-        self.generation = generation
-        self.commits.clear()
+        """Of this generation: in another one they say nothing."""
 
     def learn(self, commits: Iterable[Commit]) -> None:
         """Remember commits of the present generation, for which this stage has the weights."""

@@ -20,7 +20,7 @@ from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.protocol.ledger import Bitmap, check_bitmap
 from swarm.protocol.rollback import check_position
-from swarm.protocol.rounds import NOTHING, Commit, FetchResult, Plan, Sources, StepReport, StepSummary
+from swarm.protocol.rounds import NOTHING, Commit, FetchResult, Name, Plan, Sources, StepReport, StepSummary
 
 LOSSES_KEPT = 64
 """Of the last steps. Who is told more refuses it: each coordinator keeps what the one before it said."""
@@ -61,9 +61,9 @@ class ReplicaReport(Numbered, frozen=True, kw_only=True):
 
     run: str
     stage: Stage
-    digest: str = ""
+    digest: Name = ""
     """Digest of the weights of `version`; empty while it is being computed."""
-    kind: str = ""
+    kind: Name = ""
     """Kind of device: digests of different kinds are compared only where the run realigns."""
     steps: tuple[StepReport, ...] = ()
     commits: Commits = ()
@@ -118,7 +118,7 @@ class Directive(Numbered, frozen=True, kw_only=True):
     it yet, and each gets it where it can."""
     behind_s: int = 0
     """For how long the stage has been unable to follow the run; the next coordinator goes on counting."""
-    digest: str = ""
+    digest: Name = ""
     """What most replicas of `version` hold; empty while unknown."""
     left_out: Annotated[tuple[PeerId, ...], msgspec.Meta(max_length=MAX_LEFT_OUT)] = ()
     """Replicas that take part in nothing for now: they cost the stage too much."""
@@ -137,10 +137,6 @@ class StageSummary(Numbered, frozen=True, kw_only=True):
     commits: Commits = ()
 
 
-MAX_NAME = 64
-"""Characters of a round's name or a digest: they are passed on to all replicas, in one message."""
-
-
 def check_report(report: ReplicaReport, run: Run) -> None:
     """Refuse a report that no honest replica sends. Raises Refused: the text names what is impossible."""
     check_position(report.generation, report.version, run, what="a report")
@@ -148,13 +144,9 @@ def check_report(report: ReplicaReport, run: Run) -> None:
         raise Refused(f"an impossible bandwidth, {report.bandwidth_bps} bit/s")
     _check_steps([step.t for step in report.steps], run)
     _check_commits(report.commits, run)
-    _check_names(report.digest, report.kind)
     for step in report.steps:
-        _check_names(step.frozen_for, step.failed_round, step.gave_all)
-        for ledger in (step.done, step.in_progress):
-            check_bitmap(ledger, run.microbatches(step.t))
+        check_bitmap(step.done | step.in_progress, run.microbatches(step.t))
         if step.prepared is not None:
-            _check_names(step.prepared.round, step.prepared.digest)
             _check_sqnorm(step.prepared.sqnorm)
 
 
@@ -185,9 +177,3 @@ def _check_sqnorm(sqnorm: float) -> None:
     """Refuse a norm that no sum has. Infinity is allowed: the run diverged, and taking the step says so."""
     if not sqnorm >= 0.0:
         raise Refused(f"an impossible squared norm, {sqnorm}")
-
-
-def _check_names(*names: str) -> None:
-    for name in names:
-        if len(name) > MAX_NAME:
-            raise Refused(f"a name of {len(name)} characters; at most {MAX_NAME}: {name[:20]!r}…")

@@ -25,7 +25,6 @@ from swarm.protocol import replica
 from swarm.protocol.coordinator import Agreed, Member, RunCoordinator, StageCoordinator, Summarized, is_untold
 from swarm.protocol.ledger import members_of
 from swarm.protocol.messages import (
-    MAX_NAME,
     MAX_STEPS,
     Directive,
     ReplicaReport,
@@ -295,8 +294,7 @@ class StepProtocol:
     def lost(self, peer: PeerId) -> None:
         """Stop waiting for that peer: it is gone."""
         self._told.pop(peer, None)
-        if self._coordinator.members.pop(peer, None) is not None:
-            self._soon = True
+        self._soon |= self._coordinator.members.pop(peer, None) is not None
 
     def unreachable(self, peer: PeerId, *, silent: bool, now: float) -> None:
         """Note that a coordinator did not answer, or refused: another is chosen, now, during its backoff."""
@@ -342,8 +340,7 @@ class StepProtocol:
         self._learn([c for c in newest if c.t >= self._local.version], status.generation)
         # Of others than the open ones a coordinator could have this replica remember any number of rounds.
         told = [step for step in directive.steps[:MAX_STEPS] if step.t - self._local.version in (0, 1)]
-        named = [step for step in told if step.plan is None or len(step.plan.round) <= MAX_NAME]
-        steps = tuple(step for step in named if self._may_follow(step, directive.generation, now))
+        steps = tuple(step for step in told if self._may_follow(step, directive.generation, now))
         self.directive = directive = replace(directive, steps=steps)
         for step in directive.steps:
             if step.plan is not None:
@@ -609,7 +606,8 @@ class StepProtocol:
 
     def _enter(self, generation: Generation, now: float) -> None:
         """Decide in another generation: an earlier one's commits would let one stage run ahead."""
-        self._agreed.enter(generation)
+        self._agreed.generation = generation
+        self._agreed.commits.clear()
         self._coordinator.forget_answers()
         self._coordinator.blame.forget(self._run.steps)  # its steps begin when they are taken again
         self._entered_s, self._soon = now, True

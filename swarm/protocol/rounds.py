@@ -28,6 +28,9 @@ NOTHING = Bitmap(0)
 NO_VOICE: Mapping[PeerId, int] = {}
 """All words count alike."""
 
+MAX_NAME = 64
+"""Characters of a round's name or a digest: they are passed on to all replicas, in one message."""
+Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 MAX_SOURCES = 64
 """Replicas that are named as the source of something."""
 Sources: TypeAlias = Annotated[tuple[PeerId, ...], msgspec.Meta(max_length=MAX_SOURCES)]
@@ -49,10 +52,10 @@ Content: TypeAlias = tuple[str, float, str]
 class Prepared(msgspec.Struct, frozen=True):
     """A replica holds the complete reduced gradient of a step, not yet applied."""
 
-    round: str
+    round: Name
     sqnorm: float
     """Squared 2-norm of the stage's summed gradient."""
-    digest: str
+    digest: Name
     signature: Signature = b""
     """Of the replica that holds it; see `swarm.protocol.proofs`."""
     voucher: Voucher | None = None
@@ -83,7 +86,7 @@ class Commit(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     """One all-reduce: its replicas, their ledgers, and the part that each of them owns."""
 
-    round: str
+    round: Name
     number: int
     members: tuple[PeerId, ...]
     """Sorted."""
@@ -98,19 +101,19 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     t: int
     done: Bitmap = NOTHING
     in_progress: Bitmap = NOTHING
-    frozen_for: str = ""
+    frozen_for: Name = ""
     prepared: Prepared | None = None
     """The result that it holds."""
-    failed_round: str = ""
+    failed_round: Name = ""
     """The last round that failed at this replica."""
-    gave_all: str = ""
+    gave_all: Name = ""
     """The last round to which it gave all that others need to have the result."""
 
 
 class FetchResult(msgspec.Struct, frozen=True):
     """`round` is complete at `sources`: every other replica fetches it from one of them."""
 
-    round: str
+    round: Name
     sources: Sources
     ready: bool
     """Every replica holds it: the stage is prepared."""

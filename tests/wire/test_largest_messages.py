@@ -25,7 +25,6 @@ from swarm.protocol.ledger import MAX_MICROBATCHES, Bitmap
 from swarm.protocol.messages import (
     LOSSES_KEPT,
     MAX_LEFT_OUT,
-    MAX_NAME,
     MAX_STEPS,
     Directive,
     Positioned,
@@ -37,6 +36,7 @@ from swarm.protocol.messages import (
 )
 from swarm.protocol.replica import COMMITS_KEPT
 from swarm.protocol.rounds import (
+    MAX_NAME,
     PROOFS,
     Commit,
     FetchResult,
