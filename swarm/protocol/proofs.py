@@ -96,7 +96,7 @@ class Belief:
         """The peers whose word was lacking, by step, since this was last emptied."""
 
     def observe(self, peers: Mapping[Stage, Sequence[PeerRecord]], version: int) -> None:
-        """Take in what the directory says, and where the run is."""
+        """Take in what the directory says, and this replica's version."""
         self._peers, self._version = peers, version
 
     def voice(self, stage: Stage) -> Mapping[PeerId, int]:

@@ -143,7 +143,7 @@ class StepProtocol:
         self._local, self._peers = local, peers
         if self.belief.needs_proof:
             self._rotation.at(local.version)
-        self.belief.observe(peers, max(local.version, self.run_status.version))
+        self.belief.observe(peers, local.version)  # by that of the run one could have all vouchers run out
         if self.belief.needs_proof:
             # A commit that was believed before this replica had a result is compared with that.
             for t in self.belief.holds(t for t, step in local.steps.items() if step.prepared is not None):

@@ -14,7 +14,7 @@ from swarm.errors import Refused
 from swarm.ids import Generation, PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.ledger import Ledger
-from swarm.protocol.messages import Directive, StepDirective
+from swarm.protocol.messages import Directive, RunStatus, StepDirective
 from swarm.protocol.proofs import Belief, proves, signed_report
 from swarm.protocol.replica import ApplyStep, AskAbsent, Fetch, Local, follow, report_of
 from swarm.protocol.rounds import Commit, FetchResult, Prepared, Proof, StepReport
@@ -305,6 +305,22 @@ def test_no_peer_ends_or_shrinks_a_step_by_its_word_alone(norm: float) -> None:
     directive, step = told(ANN, BOB)
     forged = msgspec.structs.replace(directive, commits=(Commit(0, norm, directive.commits[0].proofs),))
     assert actions_of(forged, step) == []
+
+
+def test_who_coordinates_the_run_takes_nobodys_voice_by_saying_that_it_is_far_ahead() -> None:
+    """All vouchers had run out by then, and the word of any two made-up names proved a commit."""
+    records = [record("zoe", 0, steps=40), *(record(name, steps=40) for name in ("ann", "bob", "cid"))]
+    this, by_stage = protocol_of("bob", *records), {s: [r for r in records if r.stage == s] for s in (0, 1)}
+    _, step = told(ANN)
+    local = Local(generation=GENERATION, version=0, steps={0: step}, commits={})
+    made_up = commit([proof("x", 0, norm=1e30), proof("y", 0, norm=1e30)], [proof("v", 1), proof("w", 1)])
+    status = RunStatus(run=RUN.id, version=1000, commits=(made_up,), run_coordinator="zoe")
+    for _ in range(2):
+        this.hear_run_status("zoe", status, now=NOW)
+        this.observe(local, by_stage, now=NOW)
+        assert this.run_status == status
+        assert set(this.belief.voice(1)) == {"ann", "bob", "cid"}
+        assert not this.believes(made_up, GENERATION) and not this._agreed.commits
 
 
 def test_who_had_nothing_of_a_step_is_asked_again_once_there_is_a_result() -> None:
