@@ -35,8 +35,7 @@ class Voices:
 
     def counted(self, stage: Stage) -> list[PeerId]:
         """The serving peers of a stage whose word counts."""
-        serving = [r.peer for r in self._directory.at(stage) if r.state == "serving"]
-        return heard(serving, self.of(stage))
+        return heard([r.peer for r in self._directory.at(stage) if r.state == "serving"], self.of(stage))
 
     def counts(self, peer: PeerId, stage: Stage) -> bool:
         """Whether a peer has voice at a stage; where no peer has, whether it is announced there."""

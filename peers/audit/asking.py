@@ -65,8 +65,7 @@ class AuditCaller:
 
     def _ask_again(self, stage: Stage, mb: Microbatch, done: WorkDone, honest: Honest | None) -> None:
         if done.hops and (receipt := done.hops[0].receipt) is not None:
-            said = receipt.statement(stage, mb, done.loss)
-            self._ask(done.hops[0].peer, said, receipt.signature, honest)
+            self._ask(done.hops[0].peer, receipt.statement(stage, mb, done.loss), receipt.signature, honest)
 
     def _ask(
         self, accused: PeerId, said: Answered, signature: Signature, honest: Honest | None,

@@ -102,8 +102,7 @@ class SumCheck:
             signature = sign(self._signer, self._run, statement)
             self.digests.append(digests)
             self._signed.append(Contribution(unsigned.member, unsigned.chunks, seal, signature))
-        me = self._signer.peer_id
-        self._taken[me] = (self.proof(self._me), self._signed[self._me])
+        self._taken[self._signer.peer_id] = (self.proof(self._me), self._signed[self._me])
 
     def proof(self, place: int) -> PartProof:
         """What goes with each chunk to the owner at `place`."""

@@ -210,8 +210,7 @@ class NetDirectory:
         """Replace our record by one that says `left`, and renew it no more."""
         if self._own is None:
             return
-        record = msgspec.structs.replace(self._own, state="left")
-        self._set_own(record)
+        self._set_own(msgspec.structs.replace(self._own, state="left"))
         await self._store_own()
         self._set_own(None)
         self._level = 0

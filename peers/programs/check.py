@@ -164,8 +164,7 @@ def check_reach(options: CheckOptions) -> Finding:
     from peers.net.p2pd_control import ControlError
 
     if not options.join:
-        words = "not tried: give --join ADDRESS of a peer of the run, which dials back"
-        return Finding("reach", words)
+        return Finding("reach", "not tried: give --join ADDRESS of a peer of the run, which dials back")
     daemon = DaemonOptions(host=options.host, port=options.port)
     try:
         found = asyncio.run(find_reach(daemon, options.join))

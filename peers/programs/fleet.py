@@ -336,6 +336,5 @@ def labelled(label: str, line: str) -> str:
     """A line of a peer, with its device: as a key where lines are JSON."""
     if line.startswith("{"):
         with contextlib.suppress(msgspec.MsgspecError):
-            event = msgspec.json.decode(line)
-            return msgspec.json.encode({**event, "device_of": label}).decode()
+            return msgspec.json.encode({**msgspec.json.decode(line), "device_of": label}).decode()
     return f"[{label}] {line}"

@@ -307,8 +307,7 @@ def evaluate(
     def loss_and_bytes(some: list[int]) -> tuple[float, int]:
         with reading:  # samples may be made by a user's code
             rows = text.batch(some)
-        read = 0 if made else sum(_bytes_of(text.tokenizer, row[1:]) for row in rows)
-        return loss_of_rows(rows), read
+        return loss_of_rows(rows), 0 if made else sum(_bytes_of(text.tokenizer, row[1:]) for row in rows)
 
     at_once = max(1, threads // run.batch.microbatch_threads)
     with Bar("evaluating", len(offsets), unit="samples") as bar, ThreadPoolExecutor(at_once) as pool:

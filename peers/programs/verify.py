@@ -123,8 +123,7 @@ def rerun(
                     say(f"not compared, but seen: {text}")
                     aside.add(one.stage)
             if ends or (liars and t == last - 1):
-                hint = MEETING_HINT if run.meets_at(t) else HINT
-                return differs(run, liars.values(), hint)
+                return differs(run, liars.values(), MEETING_HINT if run.meets_at(t) else HINT)
     return True
 
 

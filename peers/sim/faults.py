@@ -378,8 +378,7 @@ def fill_disk(swarm: Swarm, fault: Fault, disk: Disk) -> None:
 
 
 def _used_disks(swarm: Swarm) -> list[Disk]:
-    members = (*swarm.living(), *_keepers(swarm))
-    return [m.disk for m in members if m.disk is not None]
+    return [m.disk for m in (*swarm.living(), *_keepers(swarm)) if m.disk is not None]
 
 
 @_kind(12, _used_disks, needs="disks")

@@ -260,8 +260,7 @@ class Swarm:
 
         def applied(t: int, *args: Any) -> None:
             self._note_prepared()
-            generation = member.served.peer.core.generation
-            self.check(self.checks.takes, member.name, member.stage, t, generation)
+            self.check(self.checks.takes, member.name, member.stage, t, member.served.peer.core.generation)
             apply(t, *args)
             holds()
 

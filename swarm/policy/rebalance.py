@@ -234,9 +234,7 @@ def _min_gain(peers: int) -> float:
 
 def between(value: float, low: float, high: float) -> float:
     """`value` inside its bounds; 0 if it is no positive number."""
-    if not 0.0 < value < math.inf:
-        return 0.0
-    return float(min(max(value, low), high))
+    return float(min(max(value, low), high)) if 0.0 < value < math.inf else 0.0
 
 
 def _anchor(stage: Stage, there: Sequence[_Replica], period: int) -> PeerId | None:
@@ -410,10 +408,7 @@ def _next_few(thought: _Levelling, *, proven: bool) -> list[Move] | str:
     steps: list[_Step] = []
     price_s = [0.0] * len(thought.levels)
     # Several stages may be equally slow: then the run is faster only when the last of them got a peer.
-    while min(thought.levels) < gain * before:
-        step = thought.best()
-        if step is None:
-            break
+    while min(thought.levels) < gain * before and (step := thought.best()) is not None:
         thought.move(step)
         steps.append(step)
         price_s[step.to_stage] += thought.download_s[step.to_stage]

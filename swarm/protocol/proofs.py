@@ -292,8 +292,7 @@ class Belief:
         return [peer for peer in coming if peer in voice and peer not in done_without]
 
     def _vouched(self, proof: Proof, t: int) -> bool:
-        voucher = proof.prepared.voucher
-        return voice_of(proof.peer, voucher, self._run, self._signer, version=t) > 0
+        return voice_of(proof.peer, proof.prepared.voucher, self._run, self._signer, version=t) > 0
 
 
 def proves(commit: Commit, stage: Stage, held: Prepared) -> bool:
