@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ from peers.audit.verdicts import MAX_TOLD
 from peers.clock import now_s
 from peers.ports import Directory, Rank, StageDevice, Transport
 from peers.stage.all_reduce import parts_of
-from peers.status_query import ask_status
+from peers.status_query import ask_all, ask_status
 from peers.transfer.client import download, shown, state_of
 from peers.transfer.gradient import wanted_of
 from peers.voices import Voices
@@ -47,7 +48,7 @@ from swarm.protocol.statements import Coin, Toss, is_signed
 from swarm.protocol.sums import SUM_BYTES, Projected, nth_sum, seed_of
 from swarm.protocol.voice import heard
 from swarm.wire.evidence import AskProducts, Products, ShowEvidence
-from swarm.wire.messages import MAX_LONG_BYTES, OpenHeld, hear, pack
+from swarm.wire.messages import MAX_LONG_BYTES, OpenHeld, pack
 
 ASK_S = 10.0
 """Members wait half of that for the end of a round that is asked for."""
@@ -246,18 +247,21 @@ class Auditor:
 
     async def _claim(self, compute: StageCompute, t: int, member: PeerId) -> SignedContribution | None:
         """What a member signed, as others heard it: to an auditor it might say something else."""
-        stage, ask = compute.stage, pack(AskProducts(run=self._run.id, t=t, member=member))
-        others = heard([peer for peer in self._serving(stage) if peer != member], self._voices.of(stage))
-        for other in self._shuffled(stage, t, others, member)[:MAX_ASKED]:
-            try:
-                answer = await self._transport.call(
-                    other, "products", ask, max_answer_bytes=MAX_LONG_BYTES, deadline_s=ASK_S
-                )
-                claim = self._checked(compute, t, member, hear(answer.header, answer.body, Products))
-            except SwarmError:
-                continue
-            if claim is not None:
-                return claim
+        stage, voice = compute.stage, self._voices.of(compute.stage)
+        others = heard([peer for peer in self._serving(stage) if peer != member], voice)
+        return await self._told(compute, t, member, self._shuffled(stage, t, others, member)[:MAX_ASKED])
+
+    async def _told(
+        self, compute: StageCompute, t: int, member: PeerId, tellers: Sequence[PeerId]
+    ) -> SignedContribution | None:
+        """The same, as the first of some tells it that knows."""
+        ask = AskProducts(run=self._run.id, t=t, member=member)
+        how: dict[str, Any] = {"deadline_s": ASK_S, "max_answer_bytes": MAX_LONG_BYTES}
+        for teller in tellers:
+            told = await ask_all(self._transport, [teller], "products", ask, Products, **how)
+            for one in told.values():
+                if (claim := self._checked(compute, t, member, one)) is not None:
+                    return claim
         return None
 
     def _checked(
@@ -310,9 +314,15 @@ class Auditor:
         same = await asyncio.to_thread(has_its_bits, recount, parts, claim.said)
         off = not same and await asyncio.to_thread(recount.is_off, projected, r)
         if off or found.false:
-            self.found.add(member)
             what = "added" if off else "sent on"
-            await self._tell(claim, f"{what} something else than its {len(claim.microbatches)} microbatches")
+            what = f"{what} something else than its {len(claim.microbatches)} microbatches"
+            own = await self._told(compute, t, member, [member])
+            is_last = own is not None and own.said == claim.said
+            if is_last:
+                self.found.add(member)
+            else:  # others may tell of a round that was given up, after which it was sent something else
+                what = f"{what}, or signed other sums since"
+            await self._tell(claim, what, is_false=is_last)
         elif stage:
             with contextlib.suppress(SwarmError):
                 await self._audit_answer(compute, kept, member, one, *seen[0])

@@ -149,7 +149,8 @@ class OpenStep(ReplicaStep):
 
     def give_all(self, name: str) -> None:
         super().give_all(name)
-        self.given = {m: kept for m, kept in self.kept.items() if kept.asked is not None}
+        if name:
+            self.given = {m: kept for m, kept in self.kept.items() if kept.asked is not None}
 
     def work_of(self, peer: PeerId) -> int:
         """What is in the sum of a peer's work. In a job that holds the books."""

@@ -232,6 +232,7 @@ class StageCore:
         await step.stopped()
         await self.device.run(Rank.STEP, step.t, self.compute.sums.drop, step.t)
         await self.open_steps()
+        self.steps[step.t].given = step.given  # until it says other products others tell of those
 
     async def retract(self, step: OpenStep, microbatches: int, *, later: bool = False) -> None:
         """Take microbatches out of the sum: run their backward again and subtract. `later`: they are false;

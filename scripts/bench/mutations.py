@@ -6396,8 +6396,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "an-auditor-asks-whom-it-audits",
         AUDITOR,
-        "if peer != member], self._voices",
-        "if peer], self._voices",
+        "if peer != member], voice)",
+        "if peer], voice)",
         "A liar signs another sum for auditors than for the round.",
         ("test_auditor",),
     ),

@@ -22,7 +22,7 @@ from swarm.model.stage import StageCompute
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive, ReplicaReport, StepDirective
 from swarm.protocol.proofs import signed_report
-from swarm.protocol.rounds import Proof, StepReport
+from swarm.protocol.rounds import Proof, StepReport, round_id
 from swarm.protocol.statements import sign
 from swarm.protocol.sums import Projected
 from swarm.wire.evidence import (
@@ -31,6 +31,7 @@ from swarm.wire.evidence import (
     AskProducts,
     Convicted,
     Products,
+    Projecting,
     ShowEvidence,
     WrongContribution,
 )
@@ -424,6 +425,69 @@ async def test_of_two_an_honest_one_that_shows_an_auditor_nothing_is_left_out_by
         await s.until_finished(limit_s=120.0)
         assert any("s1p1 does not show what it added" in said.text for said in s.seen(Trouble))
         assert not accused(s) and not trainer.verdicts.convicted
+
+
+OTHER_SUMS = "peer s1p1 added something else than its"
+
+
+def tell_of_another_round(s: Swarm, teller: str, member: str) -> None:
+    """Have one tell auditors that a member of stage 1 signed something else: in a round of each step that was
+    given up.
+    """
+    transport = s.network.peers[teller].transport
+    honest, _ = transport.handlers["products"]
+
+    async def other(request: Request) -> Answer:
+        ask, answer = unpack(request.header, AskProducts), await honest(request)
+        plan, said = unpack(answer.header, Products).plan, unpack(answer.header, Products).said
+        if request.peer != AUDITOR or ask.member != member:
+            return answer
+        number, of = plan.number + 1, (plan.members, plan.ledgers, plan.parts)
+        name = round_id(s.run.id, 1, ask.t, number, *of)
+        nonces, sums = tuple(bytes(16) for _ in said.nonces), tuple(bytes(len(one)) for one in said.sums)
+        signed = Projected(1, ask.t, name, nonces, tuple(bytes(32) for _ in said.contributions), sums)
+        told = Projecting(
+            contributions=signed.contributions, nonces=nonces, sums=sums,
+            signature=sign(SimSigner(ask.member), s.run.id, signed),
+        )  # fmt: skip
+        plan = msgspec.structs.replace(plan, number=number, round=name)
+        return Answer(pack(Products(plan=plan, said=told)))
+
+    transport.serve("products", other)
+
+
+async def test_of_two_an_honest_one_is_not_audited_by_what_it_signed_in_a_round_that_was_given_up() -> None:
+    """It was sent something else since. With the auditor's word all left it out for the other one's."""
+    run = admitting(audited_run(steps=3, microbatches=4), sybils.TRAINER, AUDITOR)
+    async with swarm(run, replicas=(1, 2, 1)) as s:
+        sybils.give_voice(s, *s.peers)
+        await s.until_serving()
+
+        async def accuses(request: Request) -> Answer:
+            return Answer(pack(Convicted(yes=unpack(request.header, AskConvicted).peer == "s1p1")))
+
+        s.network.peers["s1p0"].transport.serve("convicted", accuses)
+        tell_of_another_round(s, "s1p0", "s1p1")
+        trainer = s.add_trainer(sybils.TRAINER, window=1)
+        auditor = add_auditor(s, 1)
+        await s.until_finished(limit_s=120.0)
+        said = [trouble.text for trouble in s.seen(Trouble) if OTHER_SUMS in trouble.text]
+        assert said and all("or signed other sums since" in text for text in said)
+        assert not auditor.found and not accused(s) and not trainer.verdicts.convicted
+
+
+async def test_a_liar_that_says_otherwise_of_itself_to_an_auditor_is_found_by_its_stage() -> None:
+    async with swarm(run_of(steps=8), replicas=(1, 3, 1)) as s:
+        await s.until_serving()
+        add_falsely(s.peers["s1p1"], 1000.0)
+        for peer in s.peers.values():  # they look where the auditor points
+            peer.contribution_audits._screen.strangest = lambda *_: None  # type: ignore[method-assign]
+        tell_of_another_round(s, "s1p1", "s1p1")
+        s.add_trainer(TRAINER, window=1)
+        auditor = add_auditor(s, 1)
+        others = [s.peers[name] for name in ("s1p0", "s1p2")]
+        await s.until(lambda: all("s1p1" in peer.convictions.convicted for peer in others))
+        assert not auditor.found and "or signed other sums since" in s.seen(Trouble)[0].text
 
 
 def take_steps_alone(s: Swarm, liar: str, other: str) -> None:

@@ -32,6 +32,7 @@ from swarm.protocol.messages import Directive, StepDirective
 from swarm.protocol.rounds import Plan, Prepared, round_id
 from swarm.wire.codec import TensorMeta
 from swarm.wire.messages import Part, PartDone, Work, WorkDone, as_bad_answer, pack
+from tests.peers.alone import Alone
 from tests.peers.loops import obey, swarm
 from tests.peers.network import CalmNetwork, calm
 
@@ -599,8 +600,20 @@ def test_a_step_is_audited_by_what_it_gave_though_another_came_since() -> None:
     assert step.shown(0, b"") is gave and step.shown(1, b"") is other
     step.drop()
     assert step.shown(0, b"") is gave
+    step.give_all("")  # nobody shows it how that round ended
+    assert step.shown(0, b"") is gave
     step.give_all("another")
     assert step.shown(0, b"") is None
+
+
+async def test_a_step_that_begins_again_is_audited_by_what_it_gave_before() -> None:
+    """Until it says other products, others can tell an auditor of those."""
+    alone = await Alone(audit_run()).opened()
+    step, gave = alone.core.steps[0], KeptMicrobatch([], (), WorkDone(loss=0.0), ())
+    step.given[0] = gave
+    await alone.core.begin_again(step)
+    assert alone.core.steps[0] is not step and alone.core.steps[0].shown(0, b"") is gave
+    alone.core.close()
 
 
 async def test_a_closed_step_waits_for_all_that_it_stopped() -> None:
