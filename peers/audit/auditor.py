@@ -34,7 +34,7 @@ from peers.transfer.client import download, shown, state_of
 from peers.transfer.gradient import wanted_of
 from peers.voices import Voices
 from peers.waiting import TaskKeeper, end_tasks, until_one_ends
-from swarm.audit.answers import make, proves_answer
+from swarm.audit.answers import Made, digest, make, proves_answer
 from swarm.audit.contributions import Recount
 from swarm.audit.projection import coefficients
 from swarm.errors import PeerGone, PeerSilent, SwarmError
@@ -348,11 +348,14 @@ class Auditor:
             return
         shown = shown or await kept.of(member, mb, made=True)
         evidence, body = evidence_of(member, said, receipt.signature, came, shown)
-        signer = self._transport.signer
-        if await self._device.run(Rank.COMPUTE, mb.t, proves_answer, compute, signer, evidence, body):
+        signer, given = self._transport.signer, (digest(came.forth), digest(came.back))
+        hides = given == (said.inputs, said.output_grads) and not Made(shown.forth, shown.back).is_of(said)
+        hides = hides and evidence.is_signed(signer, run.id)
+        job = proves_answer, compute, signer, evidence, body
+        if hides or await self._device.run(Rank.COMPUTE, mb.t, *job):
             self.found.add(member)
             text = f"stage {stage}: peer {member} answered microbatch ({mb.t}, {mb.m}) with something else"
-            self._emit(events.Trouble(text=f"{text} than it computes"))
+            self._emit(events.Trouble(text=f"{text} than it {'shows' if hides else 'computes'}"))
 
     async def _tell(self, claim: SignedContribution, what: str, *, is_false: bool = True) -> None:
         """Have the replicas of its stage look at what a member adds next, and say so here. Where that is one,

@@ -6476,8 +6476,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "auditors-look-at-no-answers",
         AUDITOR,
-        "await self._device.run(Rank.COMPUTE, mb.t, proves_answer, compute, signer, evidence, body)",
-        "False",
+        "        if hides or await self._device.run(Rank.COMPUTE, mb.t, *job):\n",
+        "        if hides:\n",
         "A replica that adds truly answers what it likes, and the owner's auditor says that all fits.",
         ("test_auditor",),
     ),

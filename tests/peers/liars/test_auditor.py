@@ -147,6 +147,34 @@ async def test_an_answer_that_a_caller_got_is_computed_again(
         assert said.startswith("stage 1: peer s1p1 answered microbatch (")
 
 
+async def test_an_answer_that_a_member_hides_is_found_by_its_signature(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It shows another one than it gave, which its caller has signed: of that nothing was said."""
+    monkeypatch.setattr(AuditCaller, "answered", lambda *_: None)
+    async with swarm(run_of(steps=10), replicas=(1, 3, 1)) as s:
+        await s.until_serving()
+        liar = s.peers["s1p1"]
+        compute: Any = liar.core.compute
+        forward = compute.forward
+        lie(liar, ANSWERS["sign flip"])
+        compute.forward = forward
+        honest, _ = liar.core.transport.handlers["kept"]
+
+        async def others(request: Request) -> Answer:
+            answer = await honest(request)
+            if not unpack(request.header, AskKept).made:
+                return answer
+            return Answer(answer.header, [*answer.body[:-1], bytes(memoryview(answer.body[-1]).nbytes)])
+
+        liar.core.transport.serve("kept", others)
+        s.add_trainer(TRAINER, window=1)
+        auditor = add_auditor(s, 1)
+        await s.until(lambda: auditor.found or s.finished)
+        assert auditor.found == {"s1p1"}
+        assert s.seen(Trouble)[0].text.endswith("with something else than it shows")
+
+
 async def test_a_crowd_of_strangers_does_not_keep_an_auditor_from_those_that_take_part() -> None:
     """They say that they serve, and are in no round: to ask about one costs the auditor half a second."""
     run = admitting(audited_run(steps=4, microbatches=4), sybils.TRAINER, AUDITOR)
