@@ -131,6 +131,7 @@ class Auditor:
             self._say(stage, text)
         if t < run.steps:
             compute = await asyncio.to_thread(self._build, stage)
+            compute.use_lock(self._device.books)
             await self._device.run(Rank.STEP, t, compute.load_state, version, found.tensors)
             await self._audit_step(compute, t, only)
         await asyncio.sleep(rest_s)

@@ -175,6 +175,17 @@ async def test_an_answer_that_a_member_hides_is_found_by_its_signature(
         assert s.seen(Trouble)[0].text.endswith("with something else than it shows")
 
 
+async def test_several_threads_of_an_auditor_compute_what_they_may_not_at_once_one_after_the_other() -> None:
+    async with swarm(run_of(steps=1), replicas=(1, 2, 1)) as s:
+        await s.until_serving()
+        auditor: Any = add_auditor(s)
+        build, built = auditor._build, list[Any]()
+        auditor._build = lambda stage: built.append(build(stage)) or built[-1]
+        await s.until(lambda: built)
+        await asyncio.sleep(1.0)
+        assert built[0]._function.lock is auditor._device.books
+
+
 async def test_a_crowd_of_strangers_does_not_keep_an_auditor_from_those_that_take_part() -> None:
     """They say that they serve, and are in no round: to ask about one costs the auditor half a second."""
     run = admitting(audited_run(steps=4, microbatches=4), sybils.TRAINER, AUDITOR)
