@@ -112,8 +112,7 @@ class RecordTable:
 
     def levels(self, stage: Stage) -> Mapping[int, int]:
         """How many other peers of a stage are on each level."""
-        known = self._stages.get(stage, {})
-        return Counter(one.level for peer, one in known.items() if peer != self._me)
+        return Counter(one.level for peer, one in self._stages.get(stage, {}).items() if peer != self._me)
 
     def _expire(self, now: float) -> None:
         while self._ends and self._ends[0][0] <= now:

@@ -135,9 +135,8 @@ class DaemonControl:
 
     async def identify(self) -> tuple[PeerId, tuple[str, ...]]:
         """Our peer id, and the addresses that p2pd believes to be reachable at (without the id)."""
-        response = await self._ask("IDENTIFY")
-        addresses = tuple(str(Multiaddr(raw)) for raw in response.identify.addrs)
-        return _peer_id(response.identify.id), addresses
+        found = (await self._ask("IDENTIFY")).identify
+        return _peer_id(found.id), tuple(str(Multiaddr(raw)) for raw in found.addrs)
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
         """Connect to a peer, at these addresses or those that p2pd knows; at once if it is already.

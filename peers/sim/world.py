@@ -63,8 +63,7 @@ class World:
         if self.schedule is None:
             dice = dice_of(self.seed, "faults")
             self.schedule = faults.schedule(dice, setting.has, most=MAX_FAULTS, within_s=within_s)
-        ends = [fault.at_s + fault.lasts_s for fault in self.schedule]
-        self.calm_s = max([within_s, *ends])
+        self.calm_s = max([within_s, *(fault.at_s + fault.lasts_s for fault in self.schedule)])
         self.over = False
 
     def play(self) -> Outcome:

@@ -179,8 +179,7 @@ class HubPart(NamedTuple):
         try:
             _, number, count = self.made_of
             tables = self.rows.shard(count, number).with_format("arrow").iter(ROWS_AT_ONCE)
-            rows = bounded(of_column(table, field, self.where) for table in tables)
-            yield from chain.from_iterable(rows)
+            yield from chain.from_iterable(bounded(of_column(table, field, self.where) for table in tables))
         except SetupError:
             raise
         except Exception as error:  # what reads the format raises its own

@@ -114,8 +114,7 @@ class Block(nn.Module):
             y_BTF = functional.silu(gate_BTF) * y_BTF
         else:
             y_BTF = functional.gelu(y_BTF)
-        y_BTH = self.down(y_BTF)
-        return x_BTH + dropout(y_BTH, f"{self.name}.mlp")
+        return x_BTH + dropout(self.down(y_BTF), f"{self.name}.mlp")
 
 
 class Embedding(nn.Embedding):
