@@ -31,7 +31,6 @@ from peers.net.identity import (
     host_part,
     is_public,
     split_peer_id,
-    to_multiaddr,
     with_peer_id,
 )
 from peers.net.p2pd import Daemon, DaemonOptions, shortage
@@ -411,5 +410,4 @@ class Node:
         if self.daemon.options.relays:
             relayed = [address for address in self._listening if CIRCUIT in address]
             return with_peer_id(sorted(relayed)[:MAX_RELAYED], self.peer_id)
-        announced = tuple(to_multiaddr(address) for address in self.daemon.options.announce)
-        return with_peer_id(announced or self._listening, self.peer_id)
+        return with_peer_id(self.daemon.options.announce or self._listening, self.peer_id)

@@ -33,7 +33,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peers.net.identity import Identity, host_part, to_multiaddr
@@ -182,7 +182,7 @@ class Daemon:
     """A p2pd of our own. `spawn` starts it at once and does not wait; `ready` does."""
 
     def __init__(self, options: DaemonOptions, identity: Identity, identity_path: Path | None) -> None:
-        self.options = options
+        self.options = replace(options, announce=tuple(map(to_multiaddr, options.announce)))
         self.identity = identity
         self.peer_id: PeerId = identity.peer_id
         # The path of a unix socket has to be shorter than 108 bytes.
@@ -213,6 +213,8 @@ class Daemon:
         cls, options: DaemonOptions, *, identity_path: Path | None = None, identity: Identity | None = None
     ) -> Daemon:
         """Start p2pd in the background. With neither path nor identity, the identity is new and temporary.
+
+        A name that is announced is looked up here, and never again: that holds up the loop.
 
         Raises:
             SetupError: no binary, a bad address, or an identity file that cannot be used.
@@ -287,7 +289,7 @@ class Daemon:
             # of a core, 31 MB). Relayed peers are dialled anyway.
             flags["f"] = self._config_path
         if options.announce:
-            flags["announceAddrs"] = ",".join(to_multiaddr(address) for address in options.announce)
+            flags["announceAddrs"] = ",".join(options.announce)
         if options.relays:
             flags["trustedRelays"] = ",".join(options.relays)
         if options.reachable is not None:

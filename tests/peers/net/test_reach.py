@@ -15,6 +15,8 @@ from peers.clock import now_s
 from peers.net.dht_storage import DhtStorage
 from peers.net.identity import AddressBook, Identity
 from peers.net.nat import MAX_PER_HOST, AskReach, DialBack, Reached, conclude
+from peers.net.node import Node
+from peers.net.p2pd import Daemon, DaemonOptions
 from peers.net.p2pd_control import ControlError, DaemonControl, NobodyListens
 from swarm.errors import Busy
 from swarm.wire.messages import pack
@@ -168,3 +170,23 @@ async def test_where_nobody_listens_who_joins_says_so_at_once() -> None:
     with pytest.raises(NobodyListens):
         await storage._meet("p", [], joining=True)
     assert now_s() == began
+
+
+async def test_a_name_that_is_announced_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was twice in 5 s, by the loop itself, which stood still where no server answered."""
+    looked_up = list[str]()
+
+    def getaddrinfo(host: str, *_: object) -> list[tuple[object, ...]]:
+        looked_up.append(host)
+        return [(0, 0, 0, "", ("192.0.2.7", 0))]
+
+    monkeypatch.setattr("socket.getaddrinfo", getaddrinfo)
+    options = DaemonOptions(announce=("home.example:31337",))
+    node = Node(daemon=(daemon := Daemon(options, Identity(bytes(32)), None)))
+    node.daemon = daemon
+    with contextlib.ExitStack() as after:
+        after.callback(daemon.close_now)
+        for _ in range(3):
+            assert node.addresses == (f"/ip4/192.0.2.7/tcp/31337/p2p/{daemon.peer_id}",)
+        assert "-announceAddrs=/ip4/192.0.2.7/tcp/31337" in daemon._flags()
+    assert looked_up == ["home.example"]
