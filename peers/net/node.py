@@ -24,15 +24,7 @@ from peers.net.charter.doorkeeper import Doorkeeper
 from peers.net.direct.memory import AVAILABLE
 from peers.net.direct.paths import DirectOptions
 from peers.net.directory import NetDirectory
-from peers.net.identity import (
-    CIRCUIT,
-    by_peer,
-    endpoint_of,
-    host_part,
-    is_public,
-    split_peer_id,
-    with_peer_id,
-)
+from peers.net.identity import CIRCUIT, by_peer, endpoint_of, host_part, is_public, with_peer_id
 from peers.net.p2pd import Daemon, DaemonOptions, shortage
 from peers.net.p2pd_control import ControlError, DaemonControl, ShortOfFiles
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
@@ -309,7 +301,7 @@ class Node:
         began = now_s()
         end = began + relay_s
         punches = len(relays) >= OBSERVERS
-        unmet = {split_peer_id(relay)[1] for relay in relays} if punches else set()
+        unmet = set(by_peer(relays)) if punches else set()
         ready = end if punches else began
         while True:
             _, self._listening = await self.control.identify()
