@@ -45,8 +45,8 @@ class Said(NamedTuple):
 
 def referee_of(run: Run) -> Run:
     """The run as the referee computes it. What a custom model does in another dtype is not known."""
-    codec = replace(run.codec, reduce="none") if run.rounds_sums else run.codec
-    return run if run.brings_model else replace(run, dtype="float64", codec=codec)
+    codec, optimizer = replace(run.codec, reduce="none"), replace(run.optimizer, moments="float32")
+    return run if run.brings_model else replace(run, dtype="float64", codec=codec, optimizer=optimizer)
 
 
 def rerun_step(

@@ -579,6 +579,17 @@ def test_another_kind_of_device_is_refereed_in_float64_within_a_tolerance(
     assert capsys.readouterr().out.endswith("the checkpoint of step 4 is not what was computed: stage 1\n")
 
 
+def test_another_kind_of_device_is_refereed_whatever_moments_and_gradients_are_rounded_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terms = small()
+    optimizer, codec = replace(terms.optimizer, moments="bfloat16"), replace(terms.codec, reduce="rounded16")
+    was = record(tmp_path, replace(terms, optimizer=optimizer, codec=codec))
+    was.write(kind="f" * 32)
+    assert was.verify(0, 4)
+    assert "as far as another kind of device can tell" in capsys.readouterr().out
+
+
 def test_as_a_command_it_ends_with_0_if_equal_with_5_if_not_and_says_what_to_do(
     honest: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
