@@ -208,10 +208,10 @@ def test_every_value_is_in_the_hash() -> None:
         ("steps", 2000),
         ("dtype", "bfloat16"),
         ("delayed_updates", True),
-        ("exact_sums", False),
         ("checkpoint_every", 7),
     ):
         ids.append(replace(FULL, **{key: value}).id)
+    ids.append(replace(FULL, exact_sums=False, model=replace(FULL.built_in, head="free")).id)
     changes: dict[str, dict[str, Any]] = {
         "model": {
             "layers": 9,
@@ -522,6 +522,17 @@ def test_each_key_refuses_bad_types_and_values_naming_key_value_and_what_is_allo
             assert shown == ("<int>" if value == 10**5000 else _literal(value).replace("{a = 1}", "{'a': 1}"))
             assert len(text) < 300
     assert refused >= 5
+
+
+def test_a_head_that_two_stages_have_needs_exact_sums() -> None:
+    run = example_run()
+    tied = replace(run, model=replace(run.built_in, head="tied"))
+    said = r'^exact_sums = false .* must be true when model\.head is "tied": its copies on two stages must'
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(SetupError, match=said):
+            replace(tied, exact_sums=False, dtype=dtype)  # type: ignore[arg-type]
+    replace(tied, exact_sums=False, dtype="float64")
+    replace(tied, exact_sums=False, model=replace(tied.built_in, stages=1))
 
 
 def test_a_custom_model_has_no_root_of_tokens() -> None:

@@ -106,6 +106,9 @@ class Run(Spec):
             most = MAX_ROTATIONS * model.heads // model.hidden
             turned = (kind, model.positions) == ("gpt", "rotary") and data.sequence_length > most
             yield turned, "data.sequence_length", f"at most {most} with so wide heads (model.heads)"
+            inexact = self.S > 1 and not self.exact_sums and self.dtype != "float64"
+            allowed = 'true when model.head is "tied": its copies on two stages must stay the same'
+            yield inexact and (kind, model.head) == ("gpt", "tied"), "exact_sums", allowed
         yield data.eos >= model.vocab_size, "data.eos", f"less than model.vocab_size ({model.vocab_size})"
         coded = data.source == "code"
         allowed = f'"tales" or "files" when model.kind is "{kind}"'
@@ -263,10 +266,7 @@ class Run(Spec):
             return self
         found = copy(self.whole)
         batch = replace(self.whole.batch, microbatches_per_step=self.whole.M // count)
-        for name, value in (
-            ("batch", batch), ("number", number), ("_whole", self.whole), ("id", f"{self.whole.id}.{number}")
-        ):  # fmt: skip
-            object.__setattr__(found, name, value)
+        vars(found).update(batch=batch, number=number, _whole=self.whole, id=f"{self.whole.id}.{number}")
         return found
 
     def lr_at(self, t: int) -> float:
