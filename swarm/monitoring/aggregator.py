@@ -356,7 +356,8 @@ class Aggregator:
         if self._position.version >= self.run.steps:
             return 0.0
         step_s += max(0.0, now - self._stepped[-1][0] - 2 * step_s)
-        microbatches = self.run.batch.microbatches(max(0, self._position.version - 1))
+        end, apart = max(1, self._position.version), self._apart  # so many steps, and a meeting
+        microbatches = statistics.fmean(map(self.run.microbatches, range(max(0, end - 1 - apart), end)))
         return microbatches * self.run.tokens_per_step / self.run.M / step_s
 
     def _cut_off_s(self, now: float) -> float | None:
@@ -578,8 +579,7 @@ class Aggregator:
 
     def _rebalance(self) -> str:
         told = self._heard(seen for seen in self._peers.values() if seen.status is not None)
-        said = Counter(seen.status.rebalance for seen in told if seen.status is not None)
-        said.pop("", None)
+        said = Counter(seen.status.rebalance for seen in told if seen.status and seen.status.rebalance)
         return max(said, key=lambda text: (said[text], text), default="")
 
 

@@ -751,6 +751,13 @@ def test_an_island_that_is_ahead_of_the_others_is_not_doubted() -> None:
     assert peer(say(6, 16), "a").inconsistencies
 
 
+def test_a_meeting_of_islands_takes_time_and_no_tokens() -> None:
+    run = replace(RUN, islands=IslandsSpec(count=2, local_steps=1))
+    seen = Seen(*(record(name, cell, run=run.id) for cell, name in enumerate("abcd")), run=run)
+    paces = [seen.say(2.0, version=version).tokens_per_s for version in range(4, 7)]
+    assert paces == [None, *[pytest.approx(RUN.tokens_per_step / 4)] * 2]
+
+
 def test_traffic_of_islands_is_that_of_trainers_stages_and_meetings() -> None:
     seen = Seen(*CELLS, run=ISLANDS)
 
