@@ -77,7 +77,7 @@ def simulate(
         for peer in world.peers.values():
             members.count_out(peer)
         report.version, report.events = world.version, loop.callbacks
-        report.replayed, report.open = trainer.replayed, world.open
+        report.replayed, report.open = trainer.work.replayed, world.open
     return report
 
 

@@ -87,12 +87,10 @@ class Members:
 
     def _take(self, region: str) -> int:
         """A device that is free, in that region if one is named."""
-        network = self._world.network
+        network, free = self._world.network, self._free
         where = network.regions.index(region) if region else None
-        free = self._free
-        place_of = [network.places[network.devices[i].region] for i in free]
-        place = next(i for i in reversed(range(len(free))) if where in (None, place_of[i]))
-        return free.pop(place)
+        last = next(n for n in reversed(range(len(free))) if where in (None, network.place_of[free[n]]))
+        return free.pop(last)
 
     def _add(self, device: int, stage: Stage, name: PeerId, *, spare: bool = False) -> None:
         """Bring `device` to `stage`: it serves when it has the state, or stands by."""

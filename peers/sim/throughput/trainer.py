@@ -26,10 +26,6 @@ REPORT_S = 0.1
 class Flight:
     """A microbatch in flight: forward through a peer of each stage, and back."""
 
-    __slots__ = (
-        "began_s", "deepest", "hops", "latency_s", "m", "microbatch", "own_s", "route", "t",
-    )  # fmt: skip
-
     def __init__(self, work: WorkItem, hops: list[Peer], began_s: float) -> None:
         self.hops, self.deepest, self.began_s = hops, work.deepest, began_s
         self.route = [hop.name for hop in hops]
@@ -48,33 +44,29 @@ class Trainer:
     def __init__(self, world: World) -> None:
         self._world, self._loop, self._settings, self._job = world, world.loop, world.settings, world.job
         self._jobs, window = (self._job, self._job.packed or self._job), self._settings.window
-        self._work = WorkList(self._order)
+        self.work = WorkList(self._order)
         self._router, self._links, self._pace = Router(caller="t0"), LinkLatency(), Pace()
         self._window = Window(
             start=window or 2 * self._job.stages, largest=window or 1024, fixed=bool(window)
         )
-        self._running = self._shared = 0
-        """Microbatches in flight, and those of the open step that it ran."""
-        self._in_flight: dict[int, int] = {}
-        """Step -> microbatches in flight, as bits."""
+        self._shared = 0
+        """Microbatches of the open step that it ran."""
+        self._flying: set[Flight] = set()
+        """Those that have not come back."""
         self._journeys: set[asyncio.Task[None]] = set()
+        """The same, and those that have, until the trainer has noticed."""
         self._reporting: asyncio.Task[None] | None = None
         self._wakeup: asyncio.TimerHandle | None = None
         self._stepped_s = 0.0
         world.on_step = self._stepped
-
-    @property
-    def replayed(self) -> int:
-        """Microbatches that were run again."""
-        return self._work.replayed
 
     # -- starts -----------------------------------------------------------------------------------
 
     def start_all(self) -> None:
         """Start as many microbatches as the window holds."""
         now_s, newest = self._loop.now_s, self._world.version + self._settings.delayed_updates
-        while not self._world.empty and self._running < self._window.size:
-            work = self._work.next(newest, now=now_s)
+        while not self._world.empty and len(self._journeys) < self._window.size:
+            work = self.work.next(newest, now=now_s)
             if work is None:
                 self._wake_when_due(newest)
                 return
@@ -82,7 +74,7 @@ class Trainer:
                 return
 
     def _wake_when_due(self, newest: int) -> None:
-        due_s = self._work.next_wakeup(newest, now=self._loop.now_s)
+        due_s = self.work.next_wakeup(newest, now=self._loop.now_s)
         if self._wakeup is not None:
             self._wakeup.cancel()
             self._wakeup = None
@@ -94,11 +86,10 @@ class Trainer:
         t, m = work.microbatch
         hops = self._route(t, m)
         if not hops:
-            self._work.failed(work.microbatch)
+            self.work.failed(work.microbatch)
             return False
-        self._running += 1
-        self._in_flight[t] = self._in_flight.get(t, 0) | 1 << m
         flight = Flight(work, hops, self._loop.now_s)
+        self._flying.add(flight)
         self._links.began(flight.route)
         journey = self._loop.create_task(self._journey(flight))
         self._journeys.add(journey)
@@ -109,13 +100,12 @@ class Trainer:
         self._journeys.discard(journey)
         if not journey.cancelled():
             journey.result()  # a bug is told
-        self._running -= 1
         self.start_all()
 
     def _route(self, t: int, m: int) -> list[Peer]:
         """A peer of each stage: one that holds the microbatch, or the router's; none if a stage has none."""
         horizon_s = self._pace.horizon_s(
-            self._work.unstarted(t) + (self._job.microbatches if self._settings.delayed_updates else 0)
+            self.work.unstarted(t) + (self._job.microbatches if self._settings.delayed_updates else 0)
         )
         hops: list[Peer] = []
         for stage, there in enumerate(self._world.stages):
@@ -151,12 +141,12 @@ class Trainer:
             if latency_s and self._loop.now_s > self._stepped_s:
                 await asyncio.sleep(latency_s)
             await self._visit(flight, 0)
-            self._land(flight)
+            self._flying.discard(flight)
             if latency_s:
                 await asyncio.sleep(latency_s)
         except (Gone, NoPeerForStage):
-            self._land(flight)
-            self._work.failed(flight.microbatch)
+            self._flying.discard(flight)
+            self.work.failed(flight.microbatch)
             await asyncio.sleep(RETRY_S)
             self.report_soon()
         else:
@@ -249,13 +239,9 @@ class Trainer:
             await asyncio.sleep(max(0.0, peer.ended_s + self._settings.detect_s - self._loop.now_s))
         raise Gone
 
-    def _land(self, flight: Flight) -> None:
-        if flight.t in self._in_flight:
-            self._in_flight[flight.t] &= ~(1 << flight.m)
-
     def _answered(self, flight: Flight) -> None:
         now_s, report = self._loop.now_s, self._world.report
-        self._work.finished(flight.microbatch)
+        self.work.finished(flight.microbatch)
         self._pace.answered(now=now_s)
         self._shared += flight.t == self._world.version
         for (here, there), latency_s in zip(pairwise(flight.hops), flight.latency_s, strict=False):
@@ -263,7 +249,7 @@ class Trainer:
                 trip_s = 2 * self._world.lines.latency_s(here.device, there.device)
                 self._links.took(here.name, there.name, latency_s, trip_s)
         if all(own_s > 0.0 for own_s in flight.own_s):
-            self._window.answered(in_flight=self._running, moving=self._moving_share(flight))
+            self._window.answered(in_flight=len(self._journeys), moving=self._moving_share(flight))
         open_s = self._stepped_s if flight.t >= self._world.version else 0.0
         took_s = now_s - max(flight.began_s, open_s)
         for hop, own_s in zip(flight.hops, flight.own_s, strict=True):
@@ -297,9 +283,9 @@ class Trainer:
         while again:
             await asyncio.sleep(REPORT_S)
             for t in self._world.damaged:
-                in_flight = self._in_flight.get(t, 0)
+                in_flight = sum(1 << flight.m for flight in self._flying if flight.t == t)
                 lacking = [bitmap & ~in_flight for bitmap in self._world.lacking(t)]
-                self._work.lacking(t, lacking, now=self._loop.now_s)
+                self.work.lacking(t, lacking, now=self._loop.now_s)
             self.start_all()
             again = bool(self._world.damaged)
 
@@ -310,9 +296,8 @@ class Trainer:
             rooms = [sum(peer.room for peer in there.values()) for there in self._world.stages]
             self._window.set_largest(min(filter(None, rooms), default=1))
 
-    def _stepped(self, t: int) -> None:
-        self._in_flight.pop(t, None)
-        self._work.stepped(self._world.version)
+    def _stepped(self) -> None:
+        self.work.stepped(self._world.version)
         self._pace.stepped(self._shared / self._job.microbatches)
         self._shared = 0
         self._stepped_s = self._loop.now_s
@@ -322,5 +307,5 @@ class Trainer:
         """Give up all that is in flight, and forget later steps: the run goes on from `version`."""
         for journey in self._journeys:
             journey.cancel()
-        self._in_flight.clear()
-        self._work.went_back(version)
+        self._flying.clear()
+        self.work.went_back(version)

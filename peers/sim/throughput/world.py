@@ -254,7 +254,7 @@ class World:
         """Step -> per stage, the microbatches that are in some sum."""
         self.damaged: set[int] = set()
         """Open steps of which some sum was lost."""
-        self.on_step: Callable[[int], None]
+        self.on_step: Callable[[], None]
         """Called when a step was taken."""
         self.stepped = asyncio.Event()
         self.on_released: Callable[[Peer], None]
@@ -348,7 +348,7 @@ class World:
         for stage in range(self.job.stages):
             self.reduce_if_complete(stage)
         self.stepped.set()
-        self.on_step(t)
+        self.on_step()
 
     # -- lost sums --------------------------------------------------------------------------------
 
