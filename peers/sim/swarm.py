@@ -80,7 +80,7 @@ class AuditCompute(StageCompute):
         if self.breaks:
             self.sums.of(t).zero_()
             self.breaks -= 1
-            raise SumLost(f"the sum of step {t} is lost", t=t)
+            raise SumLost(f"the sum of step {t} is lost")
         super().add(found)
 
 

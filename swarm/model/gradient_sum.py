@@ -28,12 +28,6 @@ class SumLost(SwarmError):
     The microbatches that it held have to be recomputed. The cause is chained.
     """
 
-    code = "sum-lost"
-
-    def __init__(self, text: str, *, t: int) -> None:
-        super().__init__(text)
-        self.t = t
-
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Gradients:
@@ -146,7 +140,7 @@ class GradientSums:
                     total[start:end].add_(term.reshape(-1))
         except BaseException as error:  # no memory, perhaps: some parameters have it and some do not
             total.zero_()
-            raise SumLost(f"adding {found.mb} broke ({error}): the sum of step {t} is lost", t=t) from error
+            raise SumLost(f"adding {found.mb} broke ({error}): the sum of step {t} is lost") from error
 
     def _rounded(self, mb: Microbatch, name: str) -> Rounded | None:
         """How a term is rounded; the statistics of batch norms are not."""

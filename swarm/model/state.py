@@ -172,12 +172,6 @@ class StageState:
         vectors = self._vectors(self.version)
         return {name: vector.detach().to("cpu", copy=True) for name, vector in vectors.items()}
 
-    def named_weights(self) -> dict[str, torch.Tensor]:
-        """The newest weights and batch norms' statistics by full name, copied to the CPU."""
-        flat = self.weights(self.version).detach().cpu().clone()
-        statistics = self._besides.get("statistics", flat[:0]).cpu().clone()
-        return self._layout.views(flat, statistics)
-
     def digest(self, *, whole: bool = True) -> str:
         """32 hex digits of the newest version, as `state_digest` has them."""
         return state_digest(self._vectors(self.version), whole=whole)

@@ -136,7 +136,13 @@ class Chain:
         return losses
 
     def named_weights(self) -> dict[str, torch.Tensor]:
-        return {name: w for stage in self.stages for name, w in stage.state.named_weights().items()}
+        return {name: w for stage in self.stages for name, w in weights_of(stage).items()}
+
+
+def weights_of(stage: StageCompute) -> dict[str, torch.Tensor]:
+    """The newest weights of a stage and its batch norms' statistics by full name, copied to the CPU."""
+    state = stage.state.copy()
+    return stage.layout.views(state["weights"], state.get("statistics"))
 
 
 def farthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

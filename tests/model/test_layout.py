@@ -12,6 +12,7 @@ from swarm.manifest import OptimizerSpec, Run, audit_run, demo_run
 from swarm.model.layout import empty_state, initial_state, named_weights, reduce_bytes
 from swarm.model.same_bits import CACHE_LINE_BYTES
 from swarm.model.stage import StageCompute
+from tests.model.chain import weights_of
 
 SMALL = replace(demo_run(stages=2), model=replace(demo_run(stages=2).model, layers=2, hidden=32, heads=2))
 
@@ -40,7 +41,7 @@ def test_the_empty_and_the_initial_state_are_like_the_real_one(run: Run) -> None
         assert list(initial) == list(state)
         assert all(torch.equal(initial[name], state[name]) for name in state)
         named = named_weights(run, stage, state["weights"])
-        expected = compute.state.named_weights()
+        expected = weights_of(compute)
         assert list(named) == list(expected)
         assert all(torch.equal(named[name], expected[name]) for name in named)
 

@@ -38,6 +38,7 @@ from swarm.model.stage import StageCompute
 from swarm.protocol.messages import Directive
 from swarm.protocol.replica import follow
 from swarm.wire.messages import pack, unpack
+from tests.model.chain import weights_of
 from tests.peers.network import CalmNetwork, End
 
 JOB_S = 0.02
@@ -284,17 +285,14 @@ class Swarm:
 
     def count_matrix(self) -> dict[str, torch.Tensor]:
         """Per live peer: how often each microbatch index counted, over all steps taken (audit model)."""
-        return {
-            name: -peer.core.compute.state.named_weights().popitem()[1] * self.run.M
-            for name, peer in self.live()
-        }
+        return {name: -weights_of(peer.core.compute).popitem()[1] * self.run.M for name, peer in self.live()}
 
     async def counted(self, name: str) -> tuple[int, list[float]]:
         """A peer's version and its row of the count matrix, while the training goes on."""
         compute = self.peers[name].core.compute
 
         def count() -> tuple[int, list[float]]:
-            return compute.version, (-compute.state.named_weights().popitem()[1] * self.run.M).tolist()
+            return compute.version, (-weights_of(compute).popitem()[1] * self.run.M).tolist()
 
         return await self.peers[name].core.device.run(Rank.STEP, 0, count)  # between two jobs
 

@@ -54,6 +54,7 @@ from swarm.model.layout import named_weights
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
+from tests.model.chain import weights_of
 from tests.process.forkserver import ForkServer
 from tests.stopping import stop
 
@@ -641,7 +642,7 @@ class Swarm(Processes):
                     node.transport.addresses.learn(program.peer_id, program.heard(Started)[0].addresses)
                     got = await download(node.transport, state_of(self.run, stage), [program.peer_id])
                     compute.load_state(got.opened.version, got.tensors)
-                    weights = {name: w.clone() for name, w in compute.state.named_weights().items()}
+                    weights = {name: w.clone() for name, w in weights_of(compute).items()}
                     found.append((program, stage, got.opened.version, weights))
             return found
 

@@ -18,7 +18,7 @@ from swarm.model.layout import empty_state, initial_state
 from swarm.model.stage import StageCompute
 from swarm.model.stage_io import stage_inputs
 from swarm.wire.codec import Encoded, bytes_of, decode, encode
-from tests.model.chain import Chain, loss_backward
+from tests.model.chain import Chain, loss_backward, weights_of
 from tests.model.graph import zoo
 from tests.model.graph.parity import random_cuts, whole
 from tests.seeds import some
@@ -113,7 +113,7 @@ def test_copies_of_a_tied_weight_take_the_same_step(dtype: str) -> None:
     norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in one.gradients.values()])).item()
     assert norm > 0.05
     chain.step(0)
-    copies = [stage.state.named_weights()["tokens.weight"] for stage in holders]
+    copies = [weights_of(stage)["tokens.weight"] for stage in holders]
     assert torch.equal(*copies)
     found = chain.named_weights()
     for name, gradient in one.gradients.items():
@@ -143,14 +143,10 @@ def test_what_is_shared_is_asked_of_those_who_share_it_and_checked() -> None:
 def test_the_statistics_of_batch_norms_are_averaged_over_a_step_and_part_of_the_state() -> None:
     one = whole("resnet")
     chain = CustomModel(custom_run("resnet", next(cuts(one.traced.graph, 1, seed=2))))
-    before = {
-        name: b for s in chain.stages for name, b in s.state.named_weights().items() if "running" in name
-    }
+    before = {name: b for s in chain.stages for name, b in weights_of(s).items() if "running" in name}
     digests = [stage.state.digest() for stage in chain.stages]
     chain.step(0)
-    after = {
-        name: b for s in chain.stages for name, b in s.state.named_weights().items() if "running" in name
-    }
+    after = {name: b for s in chain.stages for name, b in weights_of(s).items() if "running" in name}
     twin, sample = zoo.MODELS["resnet"]()
     twin.load_state_dict({**twin.state_dict(), **{n: p.detach() for n, p in one.traced.parameters.items()}})
     twin.double().train()(*(x.double() if x.is_floating_point() else x for x in sample))

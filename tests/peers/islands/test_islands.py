@@ -31,7 +31,7 @@ from swarm.protocol.statements import sign
 from swarm.protocol.sums import Projected
 from swarm.wire.evidence import ShowEvidence, WrongContribution
 from swarm.wire.messages import Opened, OpenHeld, pack
-from tests.model.chain import batch_of, tiny_run
+from tests.model.chain import batch_of, tiny_run, weights_of
 from tests.peers.admitted import OTHER
 from tests.peers.loops import Swarm, swarm
 from tests.peers.network import End
@@ -80,7 +80,7 @@ async def between_meetings(s: Swarm) -> None:
 
 def assert_counted(s: Swarm) -> None:
     for name, peer in s.live():
-        weights = peer.core.compute.state.named_weights().popitem()[1]
+        weights = weights_of(peer.core.compute).popitem()[1]
         counts, due = (-weights * s.run.M).tolist(), s.run.islands.trained(s.run.steps)
         assert counts == [due] * s.run.M, (name, s.story())
 
@@ -100,7 +100,7 @@ def trained_alone(run: Run, batch: Any = None) -> dict[str, torch.Tensor]:
 
 def assert_bits(s: Swarm, reference: dict[str, torch.Tensor]) -> None:
     for name, peer in s.live():
-        for weight, value in peer.core.compute.state.named_weights().items():
+        for weight, value in weights_of(peer.core.compute).items():
             assert torch.equal(value, reference[weight]), f"{weight} of {name}"
 
 
@@ -120,7 +120,7 @@ async def test_islands_of_real_weights_equal_a_single_process_to_rounding() -> N
         train(s)
         await s.until_finished(limit_s=60.0)
         for _, peer in s.live():
-            for name, weight in peer.core.compute.state.named_weights().items():
+            for name, weight in weights_of(peer.core.compute).items():
                 far = (weight - reference[name]).norm() / reference[name].norm()
                 assert far < 1e-9, f"{name} is {far:.2e} away"
 

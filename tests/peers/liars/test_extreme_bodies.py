@@ -22,7 +22,7 @@ from swarm.model.stage_io import StageInput, input_metas, stage_inputs
 from swarm.records import PeerRecord
 from swarm.wire.codec import Encoded, encode
 from swarm.wire.messages import Work
-from tests.model.chain import batch_of, tiny_run
+from tests.model.chain import batch_of, tiny_run, weights_of
 from tests.peers.islands.test_islands import Text as Tokens
 from tests.peers.loops import swarm
 from tests.peers.runs.test_batch_warmup import warming
@@ -148,6 +148,6 @@ async def test_microbatches_of_any_values_end_no_peer_and_leave_every_weight_a_n
         s.add_trainer("trainer")
         await s.until_finished(limit_s=300.0)
         for _, peer in s.live():
-            for weight in peer.core.compute.state.named_weights().values():
+            for weight in weights_of(peer.core.compute).values():
                 assert weight.isfinite().all()
         assert len(s.live()) == run.S

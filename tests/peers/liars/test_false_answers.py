@@ -32,6 +32,7 @@ from swarm.wire.codec import Encoded
 from swarm.wire.evidence import AskKept, AuditAnswer, Audited, KeptTensors, WrongAnswer
 from swarm.wire.messages import Locate, Located, pack, unpack
 from swarm.wire.receipts import give_receipt
+from tests.model.chain import weights_of
 from tests.peers import sybils
 from tests.peers.admitted import TRAINER, admitting
 from tests.peers.loops import Swarm, swarm
@@ -279,7 +280,7 @@ async def test_nothing_stays_in_an_open_step_of_the_gradients_that_a_liar_answer
             names = ("s0p0", "s1p0", "s2p0")
             await s.until(lambda: all(s.peers[n].core.version >= run.steps for n in names), limit_s=100.0)
             assert accused(s) == ({liar} if liar else set())
-            return {name: dict(s.peers[name].core.compute.state.named_weights()) for name in names}
+            return {name: dict(weights_of(s.peers[name].core.compute)) for name in names}
 
     clean, lied = await trained(""), await trained("s2p1")
     assert all(torch.equal(value, lied[peer][name]) for peer in clean for name, value in clean[peer].items())

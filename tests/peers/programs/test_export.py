@@ -45,6 +45,7 @@ from swarm.model.evaluate import loss_of
 from swarm.model.graph.custom_model import build
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
+from tests.model.chain import weights_of
 from tests.peers.admitted import admitting
 from tests.process.models import held_out_images
 from tests.seeds import some
@@ -367,7 +368,7 @@ def test_a_swarms_own_training_loss_is_found_again(text: Path, tmp_path: Path) -
 
 def test_dropout_is_off(text: Path) -> None:
     run, data = pinned(replace(SMALL, model=replace(SMALL.model, dropout=0.5)), text)
-    weights = {n: w for s in range(run.S) for n, w in StageCompute(run, s).state.named_weights().items()}
+    weights = {n: w for s in range(run.S) for n, w in weights_of(StageCompute(run, s)).items()}
     rows = data.batch([0, 5])
     assert loss_of(run, weights)(rows) == loss_of(replace(run, model=SMALL.model), weights)(rows)
 
@@ -448,7 +449,7 @@ def test_samples_are_spread_over_the_text(
 
 def test_what_does_not_fit_the_run_is_refused() -> None:
     run = SMALL
-    weights = {n: w for s in range(run.S) for n, w in StageCompute(run, s).state.named_weights().items()}
+    weights = {n: w for s in range(run.S) for n, w in weights_of(StageCompute(run, s)).items()}
     name = next(iter(weights))
     with pytest.raises(SetupError, match=f"no weights for {name}: take those of all stages"):
         loss_of(run, {n: w for n, w in weights.items() if n != name})

@@ -23,6 +23,7 @@ from peers.storage.weights import find_run, load_weights
 from swarm.errors import SetupError
 from swarm.manifest import CustomModelSpec, Run, demo_run, pin
 from swarm.model.stage import StageCompute
+from tests.model.chain import weights_of
 
 RUN = pin(
     replace(demo_run(stages=2), model=replace(demo_run(stages=2).model, layers=2, hidden=32, heads=2)),
@@ -41,7 +42,7 @@ def weights_at(step: int) -> dict[str, torch.Tensor]:
     return {
         name: weights + step
         for stage in range(RUN.S)
-        for name, weights in StageCompute(RUN, stage).state.named_weights().items()
+        for name, weights in weights_of(StageCompute(RUN, stage)).items()
     }
 
 

@@ -12,7 +12,7 @@ from peers.events import StepDone
 from swarm.ids import Microbatch
 from swarm.manifest import Run, audit_run
 from swarm.model.reference import SingleProcess
-from tests.model.chain import batch_of, tiny_run
+from tests.model.chain import batch_of, tiny_run, weights_of
 from tests.peers.islands.test_islands import Text
 from tests.peers.loops import Swarm, swarm
 
@@ -30,7 +30,7 @@ def warming(run: Run) -> Run:
 def assert_counted(s: Swarm) -> None:
     due = [sum(s.run.M / size for size in SIZES if m < size) for m in range(s.run.M)]
     for name, peer in s.live():
-        weights = peer.core.compute.state.named_weights().popitem()[1]
+        weights = weights_of(peer.core.compute).popitem()[1]
         assert (-weights * s.run.M).tolist() == pytest.approx(due, rel=1e-12), (name, s.story())
 
 
@@ -62,7 +62,7 @@ async def test_weights_of_a_run_that_warms_up_are_those_of_a_single_process() ->
         s.add_trainer("trainer")
         await s.until_finished(limit_s=60.0)
         for _, peer in s.live():
-            for name, weight in peer.core.compute.state.named_weights().items():
+            for name, weight in weights_of(peer.core.compute).items():
                 assert torch.linalg.vector_norm(weight - reference[name]) < 1e-9 * reference[name].norm()
 
 

@@ -27,6 +27,7 @@ from swarm.model.graph.custom_model import custom_model, pin_model
 from swarm.model.layout import shared_terms
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
+from tests.model.chain import weights_of
 from tests.peers.loops import Swarm, swarm
 from tests.seeds import some
 
@@ -98,7 +99,7 @@ def one_process(run: Run, data: Text) -> dict[str, torch.Tensor]:
 def check(built: Swarm, expected: dict[str, torch.Tensor], *, tolerance: float) -> None:
     """All that live have the weights of one process."""
     for name, peer in built.live():
-        found = peer.core.compute.state.named_weights()
+        found = weights_of(peer.core.compute)
         for weight, value in found.items():
             worst = (value.double() - expected[weight].double()).abs().max().item()
             assert worst <= tolerance * expected[weight].abs().max().item(), (name, weight, worst)

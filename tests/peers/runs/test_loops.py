@@ -31,7 +31,7 @@ from swarm.model.reference import SingleProcess
 from swarm.protocol import rounds
 from swarm.protocol.ledger import Bitmap, Claim, Ledger
 from swarm.protocol.rounds import FINISHES_LEAST_S, Decision, Plan, Reduce, StepReport
-from tests.model.chain import batch_of, tiny_run
+from tests.model.chain import batch_of, tiny_run, weights_of
 from tests.peers.loops import Swarm, swarm
 from tests.peers.network import calm
 from tests.seeds import cases, some
@@ -89,7 +89,7 @@ async def test_the_weights_are_those_of_the_formula() -> None:
         s.add_trainer("trainer")
         await s.until_finished()
         for _, peer in s.live():
-            weights = peer.core.compute.state.named_weights().popitem()[1]
+            weights = weights_of(peer.core.compute).popitem()[1]
             assert torch.equal(weights, torch.full((s.run.M,), -s.run.steps / s.run.M, dtype=torch.float64))
 
 
@@ -771,7 +771,7 @@ async def test_a_transformer_with_deaths_equals_a_single_process_to_rounding() -
             assert trainer.step_losses[t] == pytest.approx(sum(losses[t]) / run.M, rel=1e-9)
         reference = single.named_weights()
         for _, peer in s.live():
-            for name, weight in peer.core.compute.state.named_weights().items():
+            for name, weight in weights_of(peer.core.compute).items():
                 far = (weight - reference[name]).norm() / reference[name].norm()
                 assert far < 1e-9, f"{name} is {far:.2e} away"
 
@@ -826,7 +826,7 @@ async def test_with_a_top_k_at_one_boundary_deaths_leave_every_bit_as_it_is(reci
         assert trainer.step_losses == {t: sum(losses[t]) / run.M for t in range(run.steps)}
         reference = single.named_weights()
         for _, peer in s.live():
-            for name, weight in peer.core.compute.state.named_weights().items():
+            for name, weight in weights_of(peer.core.compute).items():
                 assert torch.equal(weight, reference[name]), name
 
 

@@ -38,7 +38,7 @@ from swarm.wire.codec import encode
 from swarm.wire.messages import Evaluate, pack
 from swarm.wire.messages import Evaluated as Told
 from swarm.wire.tensor_meta import buffer_sizes
-from tests.model.chain import TEXT, Chain, batch_of, tiny_run
+from tests.model.chain import TEXT, Chain, batch_of, tiny_run, weights_of
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, add_liar, admitting, give_voice
 from tests.peers.tarpits import Trickle
@@ -105,7 +105,7 @@ async def test_with_deaths_and_two_trainers_its_losses_are_those_of_one_process_
         assert told == set(losses.items())
         reference = single.named_weights()
         for _, peer in s.live():
-            for name, weight in peer.core.compute.state.named_weights().items():
+            for name, weight in weights_of(peer.core.compute).items():
                 assert torch.equal(weight, reference[name]), name
         (first,) = [peer for _, peer in s.live() if peer.stage == 0]
         assert first.evaluations.newest == (5, losses[5])
@@ -157,7 +157,7 @@ async def test_peers_that_evaluate_nothing_end_no_trainer_and_hold_the_run_up_fo
         s.add_trainer("trainer", held_out=held_out)
         await s.until_finished(limit_s=1500.0)
         for _, peer in s.live():
-            for name, weight in peer.core.compute.state.named_weights().items():
+            for name, weight in weights_of(peer.core.compute).items():
                 assert torch.equal(weight, reference[name]), name
         assert not s.seen(Evaluated)
         (first, *_) = s.seen(Trouble)
@@ -346,7 +346,7 @@ def test_swarm_eval_finds_the_same_loss(tmp_path: Any) -> None:
     text = open_eval(run, [path], None)
     assert text is not None
     run = pinned_eval(open_dataset(run).pinned(run), text)
-    weights = {n: w for stage in Chain(run).stages for n, w in stage.state.named_weights().items()}
+    weights = {n: w for stage in Chain(run).stages for n, w in weights_of(stage).items()}
     found = evaluate(Weights(run=run, step=0, by_name=weights), text, run.eval.samples)
     loss = loss_of(run, weights)
     losses = [loss(text.batch(eval_offsets(run, e))) for e in range(microbatches(run))]

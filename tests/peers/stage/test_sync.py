@@ -31,6 +31,7 @@ from swarm.wire.messages import (
     OpenState,
     unpack,
 )
+from tests.model.chain import weights_of
 from tests.peers.lies import flip_a_bit, offered
 from tests.peers.loops import Stranger, Swarm, swarm
 
@@ -226,7 +227,7 @@ async def test_weights_are_waited_for_while_the_directory_fills(tmp_path: Path) 
             return await honest(peer, method, *args, **options)
 
         stranger.end.transport.call = call  # type: ignore[method-assign]
-        expected = {n: w for _, p in s.live() for n, w in p.core.compute.state.named_weights().items()}
+        expected = {n: w for _, p in s.live() for n, w in weights_of(p.core.compute).items()}
         end = stranger.end
         assert await collect(RUN, end.transport, end.directory, tmp_path, s.events.append) == RUN.steps
         for stage in range(RUN.S):

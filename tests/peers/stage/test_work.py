@@ -471,7 +471,7 @@ async def test_an_addition_that_breaks_takes_its_ledger_with_it_and_all_is_run_a
             left -= 1
             if left == 0:
                 self.sums.of(0).zero_()
-                raise SumLost("out of memory", t=0)
+                raise SumLost("out of memory")
 
     monkeypatch.setattr(StageCompute, "add", breaks)
     async with swarm(RUN, replicas=1) as s:
@@ -492,7 +492,7 @@ async def test_an_undo_that_breaks_takes_the_ledger_with_it(monkeypatch: pytest.
 
         def breaks(self: StageCompute, *_: object) -> None:
             self.sums.of(0).zero_()
-            raise SumLost("out of memory", t=0)
+            raise SumLost("out of memory")
 
         with monkeypatch.context() as patch:
             patch.setattr(StageCompute, "subtract", breaks)

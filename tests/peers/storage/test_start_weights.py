@@ -34,6 +34,7 @@ from swarm.model import layout
 from swarm.model.layout import initial_state, start_digest, start_from, start_shapes, start_tensors
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
+from tests.model.chain import weights_of
 
 transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 
@@ -76,7 +77,7 @@ def test_a_folder_of_transformers_is_version_0_of_every_stage(saved: tuple[Path,
     run = pin(run_of(), folder)
     own = dict(model.named_parameters())
     for stage in range(run.S):
-        weights = StageCompute(run, stage).state.named_weights()
+        weights = weights_of(StageCompute(run, stage))
         assert weights and all(torch.equal(tensor, own[name].detach()) for name, tensor in weights.items())
         assert torch.equal(initial_state(run, stage)["weights"], StageCompute(run, stage).state.weights(0))
     assert SingleProcess(run, open_dataset(run).batch).named_weights().keys() == own.keys()
@@ -121,17 +122,17 @@ def test_narrow_weights_are_made_wide(saved: tuple[Path, torch.nn.Module], tmp_p
     _, model = saved
     save_file({n: t.detach().bfloat16() for n, t in model.named_parameters()}, tmp_path / "model.safetensors")
     run = pin(run_of(), tmp_path)
-    for name, tensor in StageCompute(run, 0).state.named_weights().items():
+    for name, tensor in weights_of(StageCompute(run, 0)).items():
         assert torch.equal(tensor, model.get_parameter(name).detach().bfloat16().float())
 
 
 def test_the_export_of_a_built_in_run_starts_another(tmp_path: Path) -> None:
     first = replace(demo_run(stages=2, steps=4), data=DataSpec(source="tales", sequence_length=16))
-    weights = {n: t + 1 for s in range(2) for n, t in StageCompute(first, s).state.named_weights().items()}
+    weights = {n: t + 1 for s in range(2) for n, t in weights_of(StageCompute(first, s)).items()}
     save_file(weights, tmp_path / "model.safetensors")
     run = pin(replace(first, name="second", start=FOLDER), tmp_path / "model.safetensors")
     for stage in range(2):
-        found = StageCompute(run, stage).state.named_weights()
+        found = weights_of(StageCompute(run, stage))
         assert found and all(torch.equal(tensor, weights[name]) for name, tensor in found.items())
 
 
