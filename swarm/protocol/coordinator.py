@@ -214,9 +214,9 @@ class StageCoordinator:
         self._doubled[t] |= by
         blame.retracting((t, self._agreed.generation), by, steps, now=now)
         self._left_out[t] |= self._alone_with_a_result(t, decision, reports)
-        if isinstance(decision, rounds.Reduce):
-            self._plans[t] = decision.plan
-            self.heard(t, decision.plan)
+        if isinstance(decision, rounds.Plan):
+            self._plans[t] = decision
+            self.heard(t, decision)
             blame.planned(t, now=now)
         elif isinstance(decision, rounds.FetchResult):
             blame.prepared(t, decision, plan, steps, now=now)
@@ -293,7 +293,7 @@ class StageCoordinator:
         before = self._alone_since.pop(t, {})
         if isinstance(decision, rounds.FetchResult):
             return set()  # they are told to fetch that
-        running = decision.plan.round if isinstance(decision, rounds.Reduce) else ""
+        running = decision.round if isinstance(decision, rounds.Plan) else ""
         confirmed, now = rounds.held_by_word(steps, self.voice), self.members[self._me].seen_s
         alone = {
             peer: step.prepared.round
@@ -348,8 +348,8 @@ class StageCoordinator:
         if doubled := self._doubled[t].get(peer):
             return StepDirective(t=t, retract=Bitmap(doubled))
         match decision:
-            case rounds.Reduce(plan=plan):
-                return StepDirective(t=t, plan=plan)
+            case rounds.Plan():
+                return StepDirective(t=t, plan=decision)
             case rounds.FetchResult():
                 return StepDirective(t=t, fetch=replace(decision, sources=decision.sources[:MAX_SOURCES]))
         return StepDirective(t=t)

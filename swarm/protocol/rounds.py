@@ -134,13 +134,8 @@ class Retractions(msgspec.Struct, frozen=True):
     by: Mapping[PeerId, int]
 
 
-class Reduce(msgspec.Struct, frozen=True):
-    """Every microbatch counts once: average."""
-
-    plan: Plan
-
-
-Decision = FetchResult | Lacking | Retractions | Reduce
+Decision = FetchResult | Lacking | Retractions | Plan
+"""A plan: every microbatch counts once, so average."""
 
 
 def elect(since_s: Mapping[PeerId, float], voice: Mapping[PeerId, int]) -> list[PeerId]:
@@ -207,14 +202,14 @@ def decide(
     # That a plan is complete a member has to say that counts.
     told = current is not None and not set(current.members).isdisjoint(heard(reports, voice))
     if current is not None and told and is_current(current, reports) and not failed_at(current, reports):
-        return Reduce(current)
+        return current
     number = 0 if current is None else current.number + 1
     ids, ledgers = tuple(reports), tuple(report.done for report in reports.values())
     uploads_bps = [bandwidths_bps.get(peer, 0.0) for peer in ids]
     speaking = set(heard(ids, voice))
     owning = speaking.intersection(speaking if owners is None else owners) or speaking
     parts = _share_out(numel, uploads_bps, [peer in owning for peer in ids])
-    return Reduce(Plan(round_id(run, stage, t, number, ids, ledgers, parts), number, ids, ledgers, parts))
+    return Plan(round_id(run, stage, t, number, ids, ledgers, parts), number, ids, ledgers, parts)
 
 
 def held_by_word(reports: Mapping[PeerId, StepReport], voice: Mapping[PeerId, int]) -> dict[PeerId, Prepared]:

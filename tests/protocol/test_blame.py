@@ -29,7 +29,6 @@ from swarm.protocol.rounds import (
     FetchResult,
     Plan,
     Prepared,
-    Reduce,
     Retractions,
     StepReport,
     decide,
@@ -53,8 +52,8 @@ def blame() -> tuple[Blame, Backoff]:
 
 def plan_of(**reports: StepReport) -> Plan:
     decision = decide("5a", 1, 0, 4, 90, reports, None, {})
-    assert isinstance(decision, Reduce)
-    return decision.plan
+    assert isinstance(decision, Plan)
+    return decision
 
 
 # --- waits ---
@@ -237,8 +236,8 @@ def test_one_that_fails_with_the_coordinator_alone_is_charged_by_its_own_word() 
     reports = {"ann": step(0b0011), "bob": step(0b0100), "cid": step(0b1000)}
     for number in range(2):
         decision = decide("5a", 1, 0, 4, 90, reports, None, {"ann": float(number)}, owners=["ann"])
-        assert isinstance(decision, Reduce) and decision.plan.parts == (90, 0, 0)
-        plan = Plan(f"{number}", number, decision.plan.members, decision.plan.ledgers, decision.plan.parts)
+        assert isinstance(decision, Plan) and decision.parts == (90, 0, 0)
+        plan = Plan(f"{number}", number, decision.members, decision.ledgers, decision.parts)
         this.owners(0, plan, failed(plan, "bob"), now=float(number))
     assert this.left_out("bob", now=2.0) and not this.left_out("cid", now=2.0)
 

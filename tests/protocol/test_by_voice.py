@@ -26,7 +26,6 @@ from swarm.protocol.rounds import (
     Plan,
     Prepared,
     Proof,
-    Reduce,
     StepReport,
     StepSummary,
     decide,
@@ -577,8 +576,8 @@ def test_a_state_that_only_strangers_have_is_waited_for_and_then_done_without(ca
 
 def test_a_stranger_owns_no_part_whatever_its_line() -> None:
     decision = decided(VOICE, ann=step(0b0011), bob=step(0b1100), liar=step())
-    assert isinstance(decision, Reduce)
-    assert dict(zip(decision.plan.members, decision.plan.parts, strict=True)) == {
+    assert isinstance(decision, Plan)
+    assert dict(zip(decision.members, decision.parts, strict=True)) == {
         "ann": 50,
         "bob": 50,
         "liar": 0,
@@ -589,7 +588,7 @@ def test_when_one_reduces_everything_it_is_not_a_stranger() -> None:
     reports = {"aaa": step(), "ann": step(0b0011), "bob": step(0b1100)}
     for owner, parts in (("ann", (0, 100, 0)), ("aaa", (0, 50, 50))):
         decision = decide(RUN.id, 1, 0, RUN.M, 100, reports, None, {}, VOICE, owners=[owner])
-        assert isinstance(decision, Reduce) and decision.plan.parts == parts
+        assert isinstance(decision, Plan) and decision.parts == parts
 
 
 def test_a_stage_does_not_wait_for_a_stranger_to_take_the_result() -> None:
@@ -601,7 +600,7 @@ def test_a_stage_does_not_wait_for_a_stranger_to_take_the_result() -> None:
 
 def test_the_result_of_strangers_is_no_result() -> None:
     strangers = {f"liar{i}": step(held="made-up") for i in range(9)}
-    assert isinstance(decided(VOICE, ann=step(0b0011), bob=step(0b1100), **strangers), Reduce)
+    assert isinstance(decided(VOICE, ann=step(0b0011), bob=step(0b1100), **strangers), Plan)
     assert isinstance(decided(VOICE, ann=step(0b0001), bob=step(0b1100), **strangers), Lacking)
     both = decided(VOICE, ann=step(0b0011, held="r"), bob=step(0b1100), **strangers)
     assert both == FetchResult("r", ("ann",), ready=False, sqnorm=1.0)
@@ -655,9 +654,9 @@ def test_a_stranger_that_alone_ended_a_round_which_failed_for_the_others_begins_
 
 def test_a_plan_of_strangers_alone_gives_way_to_one_with_a_member_that_is_heard() -> None:
     alone = decided({}, dan=step(ALL))
-    assert isinstance(alone, Reduce) and alone.plan.members == ("dan",)
-    after = decided(VOICE, alone.plan, dan=step(ALL, held=alone.plan.round), ann=step())
-    assert isinstance(after, Reduce) and after.plan.members == ("ann", "dan")
+    assert isinstance(alone, Plan) and alone.members == ("dan",)
+    after = decided(VOICE, alone, dan=step(ALL, held=alone.round), ann=step())
+    assert isinstance(after, Plan) and after.members == ("ann", "dan")
 
 
 def test_a_result_of_one_with_voice_is_none_while_another_has_microbatches_that_it_may_lack() -> None:

@@ -27,7 +27,6 @@ from swarm.protocol.rounds import (
     Lacking,
     Plan,
     Prepared,
-    Reduce,
     Retractions,
     StepReport,
 )
@@ -77,9 +76,9 @@ class Stage:
 
     def decide(self, reports: dict[str, StepReport]) -> Decision:
         decision = rounds.decide("run", 0, 0, M, 10, reports, self.plan, {})
-        if isinstance(decision, Reduce):
-            self.plan = decision.plan
-            self.plans[decision.plan.round] = decision.plan
+        if isinstance(decision, Plan):
+            self.plan = decision
+            self.plans[decision.round] = decision
         return decision
 
     def obey(self, member: Member, decision: Decision) -> None:
@@ -89,8 +88,8 @@ class Stage:
             self.adopt(member, decision)
         elif member.held is not None:
             return
-        elif isinstance(decision, Reduce) and member.name in decision.plan.members:
-            plan = decision.plan
+        elif isinstance(decision, Plan) and member.name in decision.members:
+            plan = decision
             why = rounds.check_plan(
                 plan, run="run", stage=0, t=0, microbatches=M, numel=10, me=member.name, done=ledger.done
             )
@@ -410,11 +409,11 @@ def blind_decide(*args: object) -> Decision:
         single[peer] = replace(report, done=Bitmap(report.done & ~seen), failed_round="")
         seen |= report.done
     decision = real_decide(*args[:5], single, *args[6:])  # type: ignore[arg-type]
-    if isinstance(decision, Reduce):
-        plan = decision.plan
+    if isinstance(decision, Plan):
+        plan = decision
         ledgers = tuple(reports[peer].done for peer in plan.members)
         name = rounds.round_id("run", 0, 0, plan.number, plan.members, ledgers, plan.parts)
-        return Reduce(Plan(name, plan.number, plan.members, ledgers, plan.parts))
+        return Plan(name, plan.number, plan.members, ledgers, plan.parts)
     return decision
 
 

@@ -20,7 +20,6 @@ from swarm.protocol.rounds import (
     Lacking,
     Plan,
     Prepared,
-    Reduce,
     Retractions,
     StepReport,
     StepSummary,
@@ -71,8 +70,8 @@ def decided(
 
 def planned(*members: MemberStep, current: Plan | None = None) -> Plan:
     decision = decided(*members, current=current)
-    assert isinstance(decision, Reduce)
-    return decision.plan
+    assert isinstance(decision, Plan)
+    return decision
 
 
 def refusal(plan: Plan, me: str, done: int, **changes: object) -> str | None:
@@ -220,7 +219,7 @@ def test_one_member_may_own_all_parts_of_a_new_plan_and_none_does_that_is_not_th
     reports = {member.peer: member.report for member in (A, B, C)}
     for owner, parts in (("b", (0, NUMEL, 0)), ("z", (333, 334, 333))):
         decision = decide(RUN, STAGE, T, M, NUMEL, reports, None, {}, owners=[owner])
-        assert isinstance(decision, Reduce) and decision.plan.parts == parts
+        assert isinstance(decision, Plan) and decision.parts == parts
 
 
 def test_parts_are_sized_by_their_owners_upload() -> None:
@@ -302,9 +301,9 @@ def test_every_microbatch_is_lacking_or_undone_to_one_or_averaged_once(members: 
         counts = [sum(ledger >> m & 1 for ledger in left) for m in range(M)]
         assert counts == [1] * M, "no last copy is removed and none is left twice"
         after = [replace(m, done=ledger) for m, ledger in zip(members, left, strict=True)]
-        assert isinstance(decided(*after), Reduce)
+        assert isinstance(decided(*after), Plan)
     else:
-        assert isinstance(decision, Reduce)
+        assert isinstance(decision, Plan)
         assert sum(m.done.bit_count() for m in members) == M
 
 
@@ -315,8 +314,8 @@ def test_parts_are_whole_and_every_member_agrees_to_an_honest_plan(
 ) -> None:
     current = Plan("old", number, (), (), ())
     decision = decided(*members, current=current, numel=numel)
-    assert isinstance(decision, Reduce)
-    plan = decision.plan
+    assert isinstance(decision, Plan)
+    plan = decision
     assert plan.number == number + 1
     assert len(plan.parts) == len(members)
     assert sum(plan.parts) == numel

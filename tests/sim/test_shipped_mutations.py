@@ -27,7 +27,7 @@ from swarm.model.gradient_sum import SharedWeights
 from swarm.model.state import StageState
 from swarm.protocol import rounds
 from swarm.protocol.ledger import Bitmap, Claim, Ledger
-from swarm.protocol.rounds import Commit, Decision, Plan, Reduce, StepReport, StepSummary
+from swarm.protocol.rounds import Commit, Decision, Plan, StepReport, StepSummary
 
 Patch = pytest.MonkeyPatch
 
@@ -78,12 +78,12 @@ def _blind_decide(
     decision = real_decide(
         run, stage, t, microbatches, numel, single, current, uploads_bps, voice, owners=owners
     )
-    if not isinstance(decision, Reduce):
+    if not isinstance(decision, Plan):
         return decision
-    plan = decision.plan
+    plan = decision
     ledgers = tuple(done[p] for p in plan.members)
     name = rounds.round_id(run, stage, t, plan.number, plan.members, ledgers, plan.parts)
-    return Reduce(_with_ledgers(plan, ledgers, name))
+    return _with_ledgers(plan, ledgers, name)
 
 
 def _with_ledgers(plan: Plan, ledgers: tuple[Bitmap, ...], name: str | None = None) -> Plan:

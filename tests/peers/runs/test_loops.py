@@ -30,7 +30,7 @@ from swarm.manifest import audit_run
 from swarm.model.reference import SingleProcess
 from swarm.protocol import rounds
 from swarm.protocol.ledger import Bitmap, Claim, Ledger
-from swarm.protocol.rounds import FINISHES_LEAST_S, Decision, Plan, Reduce, StepReport
+from swarm.protocol.rounds import FINISHES_LEAST_S, Decision, Plan, StepReport
 from tests.model.chain import batch_of, tiny_run, weights_of
 from tests.peers.loops import Swarm, swarm
 from tests.peers.network import calm
@@ -416,8 +416,8 @@ async def test_two_members_that_cannot_reach_each_other_average_through_a_third(
 
     def decide(*args: object, **owner: object) -> Decision:
         decision = REAL_DECIDE(*args, **owner)  # type: ignore[arg-type]
-        if isinstance(decision, Reduce) and args[1] == 1:
-            plans.append(decision.plan)
+        if isinstance(decision, Plan) and args[1] == 1:
+            plans.append(decision)
         return decision
 
     monkeypatch.setattr(rounds, "decide", decide)
@@ -676,11 +676,11 @@ def decide_blindly(*args: object, **_: object) -> Decision:
         single[peer] = remade(report, done=Bitmap(report.done & ~seen))
         seen |= report.done
     decision = REAL_DECIDE(*args[:5], single, None, {})  # type: ignore[arg-type]
-    if isinstance(decision, Reduce):
+    if isinstance(decision, Plan):
         run, number, t = args[:3]
-        ledgers = tuple(reports[peer].done for peer in decision.plan.members)
-        name = rounds.round_id(run, number, t, 0, decision.plan.members, ledgers, decision.plan.parts)  # type: ignore[arg-type]
-        return Reduce(Plan(name, 0, decision.plan.members, ledgers, decision.plan.parts))
+        ledgers = tuple(reports[peer].done for peer in decision.members)
+        name = rounds.round_id(run, number, t, 0, decision.members, ledgers, decision.parts)  # type: ignore[arg-type]
+        return Plan(name, 0, decision.members, ledgers, decision.parts)
     return decision
 
 

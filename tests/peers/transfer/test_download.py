@@ -32,7 +32,7 @@ from swarm.errors import Busy, NotReady, PeerFault
 from swarm.ids import Generation
 from swarm.manifest import IslandsSpec, audit_run
 from swarm.protocol import rounds
-from swarm.protocol.rounds import NO_VOICE, Commit, Decision, Reduce
+from swarm.protocol.rounds import NO_VOICE, Commit, Decision, Plan
 from swarm.wire.messages import Opened, TensorForm
 from tests.peers.lies import flip_a_bit, offered
 from tests.peers.loops import swarm
@@ -708,8 +708,8 @@ async def test_a_joiner_that_comes_in_the_middle_of_a_reduce_neither_blocks_nor_
 
     def decide(run: str, stage: int, t: int, *rest: Any, **owner: Any) -> Decision:
         decision = real(run, stage, t, *rest, **owner)
-        if isinstance(decision, Reduce) and (stage, t) == (1, 2):
-            plans.add(decision.plan.members)
+        if isinstance(decision, Plan) and (stage, t) == (1, 2):
+            plans.add(decision.members)
         return decision
 
     monkeypatch.setattr(rounds, "decide", decide)
