@@ -14,11 +14,11 @@ from peers.progress import Bar
 from peers.storage import checkpoint, model_file
 from peers.storage.safetensors_file import Damaged, Progress, unheard
 from peers.storage.start_weights import offer_start
-from swarm.errors import Refused, SetupError, printable, stages_named
+from swarm.errors import SetupError, printable, stages_named
 from swarm.ids import Stage
 from swarm.manifest import Run, check_id
 from swarm.model.gpt import weights_dtype
-from swarm.model.layout import named_weights, stage_layout
+from swarm.model.layout import empty_state, stage_layout
 
 T = TypeVar("T")
 
@@ -166,7 +166,11 @@ def read_stage(
     here = f"the checkpoint of stage {stage}, step {step} in {folder} holds"
     if "weights" not in tensors:
         raise Damaged(f"{here} no weights")
-    try:
-        return named_weights(run, stage, tensors["weights"], tensors.get("statistics"))
-    except Refused as error:
-        raise Damaged(f"{here} {error.text}") from None
+    expected = empty_state(run, stage)
+    nothing = expected["weights"][:0]
+    for name in PARTS:
+        found, due = tensors.get(name, nothing), expected.get(name, nothing)
+        if found.shape != due.shape or found.dtype != due.dtype:
+            told = f"{name} of {list(found.shape)} numbers of {found.dtype}"
+            raise Damaged(f"{here} {told}; stage {stage} has {list(due.shape)} of {due.dtype}")
+    return stage_layout(run, stage).views(tensors["weights"], tensors.get("statistics"))

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from swarm.errors import Refused, SetupError
+from swarm.errors import SetupError
 from swarm.ids import Stage
 from swarm.manifest import Run
 from swarm.model.custom import custom_model, drawn
@@ -254,28 +254,6 @@ def initial_state(run: Run, stage: Stage, device: str | torch.device = "cpu") ->
             [state[name] for name in ("weights", "statistics") if name in state], out=state[MET_WEIGHTS]
         )
     return state
-
-
-def named_weights(
-    run: Run, stage: Stage, flat: torch.Tensor, statistics: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
-    """The parameters in a stage's vector `weights`, and what is in `statistics`, by full name; views of them.
-
-    Raises:
-        Refused: a vector does not fit the stage.
-    """
-    layout, dtype = stage_layout(run, stage), weights_dtype(run)
-    told = torch.empty(0, dtype=dtype) if statistics is None else statistics
-    for name, vector, numel in (
-        ("weights", flat, layout.numel),
-        ("statistics", told, layout.statistics_numel),
-    ):
-        if vector.shape != (numel,) or vector.dtype != dtype:
-            raise Refused(
-                f"{name} of {list(vector.shape)} numbers of {vector.dtype}; "
-                f"stage {stage} has [{numel}] of {dtype}"
-            )
-    return layout.views(flat, told)
 
 
 def reduce_bytes(run: Run, stage: Stage) -> float:

@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swarm.errors import Refused
 from swarm.manifest import OptimizerSpec, Run, audit_run, demo_run
-from swarm.model.layout import empty_state, initial_state, named_weights, reduce_bytes
+from swarm.model.layout import empty_state, initial_state, reduce_bytes
 from swarm.model.same_bits import CACHE_LINE_BYTES
 from swarm.model.stage import StageCompute
-from tests.model.chain import weights_of
 
 SMALL = replace(demo_run(stages=2), model=replace(demo_run(stages=2).model, layers=2, hidden=32, heads=2))
 
@@ -40,10 +38,6 @@ def test_the_empty_and_the_initial_state_are_like_the_real_one(run: Run) -> None
         initial = initial_state(run, stage)
         assert list(initial) == list(state)
         assert all(torch.equal(initial[name], state[name]) for name in state)
-        named = named_weights(run, stage, state["weights"])
-        expected = weights_of(compute)
-        assert list(named) == list(expected)
-        assert all(torch.equal(named[name], expected[name]) for name in named)
 
 
 def test_planners_know_that_a_rounded_reduce_takes_less_than_half_of_the_bytes() -> None:
@@ -66,11 +60,3 @@ def test_every_parameter_begins_on_a_cache_line_whatever_comes_before_it(dtype: 
         assert not [name for name, p in module.named_parameters() if p.data_ptr() % CACHE_LINE_BYTES]
         held = sum(parameter.numel() for parameter in module.parameters())
         assert compute.numel > held and compute.state.weights(0).count_nonzero() <= held
-
-
-@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(9, dtype=torch.float64)])
-def test_a_vector_that_does_not_fit_is_refused(wrong: torch.Tensor) -> None:
-    with pytest.raises(
-        Refused, match=rf"weights of \[{wrong.numel()}\] numbers of torch.float\d\d; stage 1 has "
-    ):
-        named_weights(SMALL, 1, wrong)

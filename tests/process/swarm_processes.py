@@ -50,7 +50,7 @@ from peers.storage.samples import Samples, open_data
 from peers.transfer.client import Download, DownloadFailed, download, state_of
 from swarm.ids import Stage
 from swarm.manifest import Run, audit_run
-from swarm.model.layout import named_weights
+from swarm.model.layout import stage_layout
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
@@ -609,8 +609,8 @@ class Swarm(Processes):
                 states = [await self._download(node, cell) for cell in cells]
             found = dict[str, torch.Tensor]()
             for cell, got in enumerate(states):
-                named = named_weights(
-                    self.run, cell % self.run.S, got.tensors["weights"], got.tensors.get("statistics")
+                named = stage_layout(self.run, cell % self.run.S).views(
+                    got.tensors["weights"], got.tensors.get("statistics")
                 )
                 for name, weights in named.items():  # all islands have the same, after a meeting
                     assert torch.equal(found.setdefault(name, weights), weights)

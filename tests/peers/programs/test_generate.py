@@ -22,6 +22,7 @@ from peers.storage import RESULTS_ENV, checkpoint
 from peers.storage.weights import find_run, load_weights
 from swarm.errors import SetupError
 from swarm.manifest import CustomModelSpec, Run, demo_run, pin
+from swarm.model.layout import stage_layout
 from swarm.model.stage import StageCompute
 from tests.model.chain import weights_of
 
@@ -183,11 +184,19 @@ def test_where_every_step_is_damaged_the_newest_says_why(
         load_weights(WeightsOptions(checkpoint_dir=folder))
 
 
+NUMEL = stage_layout(RUN, 1).numel
+
+
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
         ({"other": torch.ones(3)}, r"stage 1, step 8 in .* holds no weights"),
         ({"weights": torch.ones(3)}, r"holds weights of \[3\] numbers of torch.float32; stage 1 has \["),
+        (
+            {"weights": torch.ones(NUMEL).double()},
+            r"numbers of torch.float64; stage 1 has ",
+        ),
+        ({"weights": torch.ones(NUMEL), "statistics": torch.ones(3)}, r"holds statistics of \[3\] numbers"),
     ],
 )
 def test_a_checkpoint_that_is_not_of_its_stage_is_refused(

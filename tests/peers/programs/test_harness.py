@@ -15,7 +15,7 @@ from peers.storage.dataset import open_dataset
 from peers.storage.tokenizer import load_tokenizer
 from swarm.manifest import BatchSpec, Run, demo_run
 from swarm.model.evaluate import given_decoder
-from swarm.model.layout import initial_state, named_weights
+from swarm.model.layout import initial_state, stage_layout
 from tests.byte_pairs import save_byte_pairs
 
 QUESTIONS = [
@@ -36,7 +36,7 @@ def trained(folder: Path, words: Path | None) -> tuple[Run, dict[str, torch.Tens
     run = replace(run, model=model, data=data, batch=BatchSpec(microbatch_size=2, microbatches_per_step=2))
     run = open_dataset(run, [text], tokenizer=words).pinned(run)
     state = initial_state(run, 0)
-    weights = named_weights(run, 0, state["weights"])
+    weights = stage_layout(run, 0).views(state["weights"])
     for number, tensor in enumerate(weights.values()):
         tensor += 0.3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number))
     checkpoint.Checkpoint(folder / "ckpt", run, 0, 3).save(state, keep=9)

@@ -22,7 +22,7 @@ from swarm.evaluation import spread
 from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, Run, demo_run
 from swarm.model.evaluate import given_decoder
 from swarm.model.graph.custom_model import build, pin_model
-from swarm.model.layout import initial_state, named_weights
+from swarm.model.layout import initial_state, stage_layout
 
 transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 
@@ -99,7 +99,7 @@ def test_the_built_in_decoder_is_one_that_the_world_can_load(
     run = demo_run(stages=1)
     model = replace(run.model, hidden=32, heads=4, ffn_hidden=48, mlp="swiglu", **terms)
     run = replace(run, model=model, data=replace(run.data, sequence_length=40))
-    weights = named_weights(run, 0, initial_state(run, 0)["weights"])
+    weights = stage_layout(run, 0).views(initial_state(run, 0)["weights"])
     for number, tensor in enumerate(weights.values()):
         tensor += 0.2 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number))
     assert pretrained.write(tmp_path / "m", run, 7, weights) == name
@@ -200,7 +200,7 @@ def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     run = replace(demo_run(stages=1), model=replace(demo_run(stages=1).model, mlp="swiglu"))
-    weights = named_weights(run, 0, initial_state(run, 0)["weights"])
+    weights = stage_layout(run, 0).views(initial_state(run, 0)["weights"])
     monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", full)
     with pytest.raises(SetupError, match=r"cannot write the model in .*: the disk is full .* another --hf$"):
         pretrained.write(tmp_path / "m", run, 7, weights)
@@ -251,7 +251,7 @@ def test_other_programs_are_told_which_token_ends_a_document(
     model = replace(run.model, hidden=32, heads=4, ffn_hidden=48, mlp="swiglu")
     data = replace(run.data, tokenizer="file", document_mask=eos >= 0, eos=eos)
     run = replace(run, model=model, data=data)
-    weights = named_weights(run, 0, initial_state(run, 0)["weights"])
+    weights = stage_layout(run, 0).views(initial_state(run, 0)["weights"])
     pretrained.write(tmp_path / "m", run, 7, weights, tmp_path / "t.json")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "m").eos_token == end
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
