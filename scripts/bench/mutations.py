@@ -427,8 +427,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "elect-by-the-clock",
         ROUNDS,
-        "(-(voice[peer] // RANK_STEPS) if voice.get(peer) else since_s[peer])",
-        "since_s[peer]",
+        "rank = {p: -(voice[p] // RANK_STEPS) if voice.get(p) else since_s[p] for p in",
+        "rank = {p: since_s[p] for p in",
         "Of those with voice, the one coordinates that says the earliest time.",
         ("test_attack",),
     ),
