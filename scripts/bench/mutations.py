@@ -1341,17 +1341,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "learn-commits-of-the-future",
-        COORDINATOR,
-        "if commit.t not in self.commits and commit.t <= newest:",
-        "if commit.t not in self.commits:",
+        PROTOCOL,
+        "<= c.t <= newest)",
+        "<= c.t)",
         "A made-up commit for a later step hides the true ones.",
         ("test_council", "test_attack"),
     ),
     Mutation(
         "learn-commits-of-an-old-generation",
-        COORDINATOR,
-        "        if generation != self.generation:\n            return\n",
-        "",
+        PROTOCOL,
+        "if generation == agreed.generation and c.t not in agreed.commits]",
+        "if c.t not in agreed.commits]",
         "A step after a rollback is taken with the commit of before it.",
         ("test_stage_lost", "test_council"),
     ),
@@ -1448,8 +1448,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "commits-kept-in-a-new-generation",
-        COORDINATOR,
-        "        self.commits.clear()\n",
+        PROTOCOL,
+        "        self._agreed.commits.clear()\n",
         "",
         "The old commits of steps that are computed again let one stage run ahead.",
         ("test_stage_lost", "test_council"),
@@ -1782,8 +1782,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "believe-a-silent-stage",
         PROTOCOL,
-        "            del run.stages[stage]\n",
-        "            pass\n",
+        "run.stages.items() if not is_gone(said.seen_s, now=now)}",
+        "run.stages.items()}",
         "A stage that does not speak any more counts as prepared.",
         SWARMS,
     ),
@@ -9654,10 +9654,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         (
             "                step = self.steps[t] = OpenStep(t, ledger)  # before its sum: no "
             "other task opens it meanwhile\n"
-            "                await self.device.run(Rank.STEP, t, self.compute.sums.begin, t)\n"
+            "                await self._overwrite(t, self.compute.sums.begin, t)\n"
         ),
         (
-            "                await self.device.run(Rank.STEP, t, self.compute.sums.begin, t)\n"
+            "                await self._overwrite(t, self.compute.sums.begin, t)\n"
             "                step = self.steps[t] = OpenStep(t, ledger)\n"
         ),
         (
@@ -9712,8 +9712,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "keep-each-commit-of-a-run",
         COORDINATOR,
-        "                    forget_before(t - 4, self._agreed.commits)\n",
-        "                    pass\n",
+        "        forget_before(max(self.commits, default=0) - 4, self.commits)\n",
+        "",
         "After 100,000 steps a coordinator of the run looks through as many commits for each message.",
         (),
     ),
