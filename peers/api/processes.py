@@ -154,7 +154,8 @@ class Processes:
         """When the last sign of work was heard."""
         self._deaths = 0
         """Not by `kill`, since the last step."""
-        self._started: dict[str, events.Started] = {}
+        self.addresses: tuple[str, ...] = ()
+        """Where others can join, once the bootstrap has started."""
         self._meeting: list[str] = []
         """What the bootstrap says that others join with."""
         self._changed = asyncio.Event()
@@ -187,11 +188,6 @@ class Processes:
                 await self._spawn_peer(cell)
         key = [] if folder is None else ["--identity", str(folder / "trainer.key")]
         self._trainer = await self._spawn(["train", *self._meeting, *self._allowed, *self._data, *key])
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Where others can join."""
-        return self._started["bootstrap"].addresses
 
     async def next_step(self) -> tuple[StepDone, tuple[PeerId, ...]] | None:
         """The next step, and which peers died before it; None after the last one.
@@ -307,7 +303,7 @@ class Processes:
             place = event.stage, next((peer for peer, (its, _) in self._serving.items() if its is child), "")
             self.tally.work[place] = self.tally.work.get(place, 0) + event.microbatches
         if isinstance(event, events.Started):
-            self._started[event.role] = event
+            self.addresses = self.addresses or event.addresses  # of the bootstrap, which is the first
         elif isinstance(event, events.JoinLine):
             self._meeting = shlex.split(event.line)[2:]
         elif isinstance(event, events.Serving) and child in self._stages:

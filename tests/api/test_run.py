@@ -789,7 +789,6 @@ async def test_trained_weights_are_fetched_once_there_is_room_and_before_that_th
     for folder in (None, tmp_path):
         processes: Any = Processes(swarm.Run.of(demo_run()), 1, said.append, folder=folder)
         processes.again_s = 0.0
-        processes._started = {"bootstrap": SimpleNamespace(addresses=())}
         if folder is None:  # from Python nobody may be told to make room
             with pytest.raises(NoRoom):
                 await processes.weights()
