@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.world import Settings
+from scripts.bench.common.step_time import mean_step_s
 from scripts.bench.plan.worldwide import job_of, random_case, read_network
 from swarm.codecs import PACKED, SLOW_BPS
 from swarm.errors import SetupError
@@ -82,7 +83,7 @@ def even(count: int, stages: int) -> np.ndarray:
 def simulated_s(net: Network, work: StepWork, of_N: np.ndarray) -> float:
     """Seconds of a step, once windows and routers have learnt."""
     settings = Settings(rebalance_every_s=0.0)
-    return simulate(net, work, of_N.tolist(), end_s=1e9, steps=7, settings=settings).step_s(skip=3)
+    return mean_step_s(simulate(net, work, of_N.tolist(), end_s=1e9, steps=7, settings=settings), skip=3)
 
 
 def test_one_device_a_stage_and_one_microbatch_is_a_walk_there_and_back() -> None:

@@ -18,6 +18,7 @@ from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.members import Trace
 from peers.sim.throughput.world import Settings, ThroughputReport
 from scripts.bench.common.host_lines import HostLines
+from scripts.bench.common.step_time import mean_step_s
 from scripts.bench.plan.validate import CASES, Case, shipped, simulated, validation_run
 from swarm.errors import SetupError
 from swarm.plan.network import Device, Network, StepWork
@@ -68,8 +69,8 @@ def chain(stages: int, microbatches: int, *, end_s: float = 500.0, **fields: Any
 @pytest.mark.slow
 def test_a_chain_takes_each_microbatch_in_turn_and_the_way_there_and_back_once(stages: int) -> None:
     report = chain(stages, 40)
-    assert report.step_s() == pytest.approx(40 * BOTH_S + (stages - 1) * BOTH_S)
-    busy = 40 * BOTH_S / report.step_s()
+    assert mean_step_s(report) == pytest.approx(40 * BOTH_S + (stages - 1) * BOTH_S)
+    busy = 40 * BOTH_S / mean_step_s(report)
     assert report.utilisation == pytest.approx([busy] * stages, abs=0.02)
 
 
@@ -77,7 +78,7 @@ def test_without_overlap_of_microbatches_latency_is_paid_at_every_boundary() -> 
     """One in flight, and the trainer where the first stage is."""
     report = chain(3, 10, window=1, latency_s=0.05)
     way, commit = 3 * BOTH_S + 4 * 0.05, 2 * 0.05
-    assert report.step_s() == pytest.approx(10 * way + commit)
+    assert mean_step_s(report) == pytest.approx(10 * way + commit)
 
 
 def test_a_slow_upload_gets_a_share_that_it_can_send() -> None:
@@ -86,7 +87,7 @@ def test_a_slow_upload_gets_a_share_that_it_can_send() -> None:
     slow = replace(quick.devices[1], upload_bps=8e6 / (4 * BOTH_S))
     net = replace(quick, devices=(quick.devices[0], slow, quick.devices[2]))
     work = replace(job(2, 60, boundary=1e6), forward_flops=(FORWARD_S, FORWARD_S / 100))
-    step_s = simulate(net, work, [0, 0, 1], end_s=500.0).step_s()
+    step_s = mean_step_s(simulate(net, work, [0, 0, 1], end_s=500.0))
     assert step_s == pytest.approx(Overlap(net, work).predict([0, 0, 1]).total_s, rel=0.1)
     assert step_s < 0.75 * 30 * 4 * BOTH_S  # by halves
 
@@ -94,13 +95,13 @@ def test_a_slow_upload_gets_a_share_that_it_can_send() -> None:
 def test_what_a_line_can_carry_bounds_a_step() -> None:
     """1 MB forward and back for each microbatch at 8 Mb/s: a second each way, the two at once."""
     report = chain(2, 30, boundary=1e6, line_bps=8e6)
-    assert 30.0 <= report.step_s() <= 30.0 + 3.0
+    assert 30.0 <= mean_step_s(report) <= 30.0 + 3.0
     assert report.boundary_bytes >= report.version * 30 * 2e6
     both_ways = simulate(
         network(2, upload_bps=8e6, download_bps=8e6), job(2, 30, boundary=1e6), [0, 1], end_s=500.0,
         settings=Settings(window=8),
     )  # fmt: skip
-    assert both_ways.step_s() == pytest.approx(report.step_s(), rel=0.01)
+    assert mean_step_s(both_ways) == pytest.approx(mean_step_s(report), rel=0.01)
 
 
 def test_one_transfer_takes_its_bytes_by_the_slowest_line_and_the_latency_once() -> None:
@@ -158,10 +159,10 @@ def test_a_reduce_sends_every_part_but_its_own_twice() -> None:
 
 def test_a_step_ends_when_the_slowest_stage_has_reduced_and_the_conductor_was_heard() -> None:
     plain, reducing = (
-        simulate(
+        mean_step_s(simulate(
             network(2, latency_s=0.05, upload_bps=8e6), job(1, 10, gradient=gradient), [0, 0], end_s=300.0,
             settings=Settings(window=4, step_s=0.5),
-        ).step_s()
+        ))
         for gradient in (0.0, 1e6)
     )  # fmt: skip
     assert reducing - plain == pytest.approx(2 * 0.5, abs=0.02)
@@ -178,8 +179,8 @@ def test_delayed_updates_hide_the_reduce() -> None:
         )
         for delayed in (False, True)
     )  # fmt: skip
-    assert at_once.step_s() > 20 * BOTH_S / 2 + 4.0
-    assert delayed.step_s() == pytest.approx(max(20 * BOTH_S / 2, 4.0), rel=0.35)
+    assert mean_step_s(at_once) > 20 * BOTH_S / 2 + 4.0
+    assert mean_step_s(delayed) == pytest.approx(max(20 * BOTH_S / 2, 4.0), rel=0.35)
 
 
 @pytest.mark.slow
@@ -327,8 +328,8 @@ def test_the_real_rule_sends_peers_to_the_stage_that_waits() -> None:
     )  # fmt: skip
     assert not stay.moves and [m.to_stage for m in move.moves] == [1, 1]
     assert move.download_bytes == 2e7
-    assert stay.step_s() == pytest.approx(16 * BOTH_S, rel=0.1)
-    assert move.step_s(skip=60) == pytest.approx(8 * BOTH_S + BOTH_S, rel=0.1)
+    assert mean_step_s(stay) == pytest.approx(16 * BOTH_S, rel=0.1)
+    assert mean_step_s(move, skip=60) == pytest.approx(8 * BOTH_S + BOTH_S, rel=0.1)
 
 
 @pytest.mark.slow
@@ -337,10 +338,10 @@ def test_a_window_that_learns_comes_near_the_best_fixed_one() -> None:
     for latency_s in (0.05, 0.2):
         net = network(12, latency_s=latency_s)
         fixed = [
-            simulate(net, work, layout, end_s=150.0, settings=Settings(window=w)).step_s()
+            mean_step_s(simulate(net, work, layout, end_s=150.0, settings=Settings(window=w)))
             for w in (6, 12, 24, 48)
         ]
-        learned = simulate(net, work, layout, end_s=200.0, settings=Settings()).step_s(skip=2)
+        learned = mean_step_s(simulate(net, work, layout, end_s=200.0, settings=Settings()), skip=2)
         above.append(learned / min(fixed))
         assert learned < 1.04 * min(fixed) < max(fixed)
     assert sum(above) / len(above) < 1.02, "which one is best by luck differs by network"
@@ -350,11 +351,11 @@ def test_smaller_transfers_make_no_step_longer() -> None:
     """Backwards that went before forwards kept the stage behind waiting: 1.06 s with 50 kB, 0.94 with 130."""
     work = replace(job(3, 8), forward_flops=(0.08 / 3, 0.08 / 3, 0.04 / 3))
     steps_s = [
-        simulate(
+        mean_step_s(simulate(
             network(3, latency_s=0.05, line_bps=100e6),
             replace(work, forward_bytes=(size,) * 2, backward_bytes=(size,) * 2),
             range(3), end_s=1e3, steps=6, settings=Settings(window=8),
-        ).step_s()
+        ))
         for size in (0.0, 1e4, 5e4, 1.3e5, 3e5)
     ]  # fmt: skip
     assert steps_s == sorted(steps_s)
@@ -386,8 +387,10 @@ def test_devices_share_work_by_what_limits_it_their_speed_or_their_links(
     work = replace(job(2, 64, boundary=4e6, gradient=1e6), forward_flops=(0.01,) * 2)
     net = Network(devices, ("here",), np.array([[0.01]]), np.array([[line_bps]]))
     report = simulate(net, work, [0, 0, 1, 1], end_s=500.0, steps=9)
-    assert report.step_s(skip=6) <= takes_s
-    assert Overlap(net, work).predict([0, 0, 1, 1]).total_s == pytest.approx(report.step_s(skip=6), rel=0.15)
+    assert mean_step_s(report, skip=6) <= takes_s
+    assert Overlap(net, work).predict([0, 0, 1, 1]).total_s == pytest.approx(
+        mean_step_s(report, skip=6), rel=0.15
+    )
 
 
 def test_no_more_microbatches_are_taken_than_the_memory_holds() -> None:
@@ -398,7 +401,7 @@ def test_no_more_microbatches_are_taken_than_the_memory_holds() -> None:
     slow, fast = (
         simulate(network(3, latency_s=0.2, **memory), work, range(3), end_s=300.0) for work in (tight, roomy)
     )
-    assert slow.step_s() > 1.2 * fast.step_s()
+    assert mean_step_s(slow) > 1.2 * mean_step_s(fast)
 
 
 @pytest.mark.slow
@@ -417,8 +420,8 @@ def test_a_home_among_data_centres_does_not_make_steps_longer(stages: int, mbit:
 
     alone, joined = steps(fast, layout, 60.0), steps([*fast, home], [*layout, 0], 60.0)
     assert sum(joined.there_s) < 4.5 * joined.end_s and sum(alone.there_s) > 3.9 * alone.end_s
-    assert joined.step_s(skip=5) <= 1.01 * alone.step_s(skip=5)
-    assert steps([*fast, home], [*layout, 0], 0.0).step_ends_s[0] > 10 * alone.step_s()
+    assert mean_step_s(joined, skip=5) <= 1.01 * mean_step_s(alone, skip=5)
+    assert steps([*fast, home], [*layout, 0], 0.0).step_ends_s[0] > 10 * mean_step_s(alone)
 
 
 @pytest.mark.parametrize("order", [range(8), [5, 2, 7, 0, 3, 6, 1, 4]])
@@ -426,7 +429,7 @@ def test_all_lines_of_a_boundary_are_used_alike_whatever_their_peers_are_called(
     """16 lines that take a second for a microbatch: 4 s for 64. In lockstep 4 lines would carry all."""
     net, work = network(8, line_bps=8e6, flops_per_s=10.0), job(2, 64, boundary=1e6)
     layout = [i // 4 for i in order]
-    assert simulate(net, work, layout, end_s=90.0, settings=Settings()).step_s(skip=2) < 1.5 * 4.0
+    assert mean_step_s(simulate(net, work, layout, end_s=90.0, settings=Settings()), skip=2) < 1.5 * 4.0
 
 
 def test_the_planner_says_how_many_in_flight_a_layout_needs() -> None:
@@ -438,7 +441,7 @@ def test_the_planner_says_how_many_in_flight_a_layout_needs() -> None:
     def step_s(room: int) -> float:
         given = replace(net, devices=(replace(net.devices[0], memory_bytes=2.0 * room), *net.devices[1:]))
         held = replace(work, activation_bytes=(1.0, 0.0, 0.0))
-        return simulate(given, held, range(3), end_s=200.0).step_s()
+        return mean_step_s(simulate(given, held, range(3), end_s=200.0))
 
     assert step_s(6) < 1.05 * step_s(60) < 0.8 * step_s(4)
 
@@ -485,4 +488,4 @@ def test_too_short_a_time_is_said() -> None:
     with pytest.raises(SetupError, match="cannot simulate for 0 s"):
         simulate(network(1), job(1, 1), [0], end_s=0)
     with pytest.raises(SetupError, match="only 1 steps were taken in 1 s: simulate for longer"):
-        simulate(network(1), job(1, 3), [0], end_s=1.0).step_s()
+        mean_step_s(simulate(network(1), job(1, 3), [0], end_s=1.0))

@@ -6,14 +6,13 @@ import asyncio
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
 from peers.sim.lines import SharedLines
 from peers.sim.loop import VirtualLoop
 from peers.stage.device import MeanLength
-from swarm.errors import SetupError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.plan.network import Network, StepWork
 from swarm.plan.overlapped import StepTime
@@ -106,18 +105,6 @@ class ThroughputReport(msgspec.Struct):
     def utilisation(self) -> list[float]:
         """Per stage: the share of their time that its devices computed."""
         return [b / t if t else 0.0 for b, t in zip(self.busy_s, self.there_s, strict=True)]
-
-    def step_s(self, *, skip: int = 2) -> float:
-        """Seconds of a step, on average without the first few, in which windows and routers learn.
-
-        Raises:
-            SetupError: fewer steps than that were taken.
-        """
-        ends_s: Sequence[float] = self.step_ends_s
-        if len(ends_s) < skip + 2:
-            took = f"only {len(ends_s)} steps were taken in {self.end_s:.0f} s"
-            raise SetupError(f"{took}: simulate for longer")
-        return (ends_s[-1] - ends_s[skip]) / (len(ends_s) - 1 - skip)
 
 
 class Gone(Exception):

@@ -41,6 +41,7 @@ from peers.sim.throughput.members import Trace, read_trace
 from peers.sim.throughput.world import Settings
 from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
+from scripts.bench.common.step_time import mean_step_s
 from scripts.bench.plan.worldwide import DTFM, read_network
 from swarm.manifest import (
     PRESETS,
@@ -126,7 +127,7 @@ def without(network: Network, run: Run, job: StepWork, budget_s: float, churn: C
         "islands": 1 if run.codec.reduce == "none" else f"1 {run.codec.reduce}",
         "local_steps": None,
         "planned_s": plan.step.total_s,
-        "step_s": found.end_s / max(1, found.version) if churn.trace else found.step_s(skip=LEARNED),
+        "step_s": found.end_s / max(1, found.version) if churn.trace else mean_step_s(found, skip=LEARNED),
         "computing": sum(found.busy_s) / sum(found.there_s),
         "boundary_gb": found.boundary_bytes * each_gb,
         "reduce_gb": found.reduce_bytes * each_gb,

@@ -35,6 +35,7 @@ from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.world import Settings
 from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
+from scripts.bench.common.step_time import mean_step_s
 from swarm.plan.network import BACKWARD_FORWARDS, Device, Network, StepWork
 
 TOKENS = 512
@@ -92,10 +93,10 @@ def measure(name: str, codec: str, round_trip_ms: float, options: argparse.Names
         "round_trip_ms": round_trip_ms,
         "forward_ms": round(1e3 * forward_s, 2),
         "transfer_ms": round(1e3 * transfer_s, 2),
-        "utilisation": round(busy_s / found.step_s(skip=options.steps // 2), 4),
+        "utilisation": round(busy_s / mean_step_s(found, skip=options.steps // 2), 4),
         "bound": round(bound, 4),
         "in_turn": round(both_s / (both_s + lines_s), 4),
-        "step_s": round(found.step_s(skip=options.steps // 2), 3),
+        "step_s": round(mean_step_s(found, skip=options.steps // 2), 3),
         "least_step_s": round(step_s, 3),
     }
 

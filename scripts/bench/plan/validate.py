@@ -59,6 +59,7 @@ from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, machine_busy_s, report
 from scripts.bench.common.host_lines import HostLines
 from scripts.bench.common.netlab import Lab, Link, why_not
+from scripts.bench.common.step_time import mean_step_s
 from scripts.bench.common.unhurried import Unhurried
 from scripts.bench.recovery.chaos import ChaosSwarm
 from swarm.codecs import packed_part
@@ -211,7 +212,7 @@ def simulated(case: Case, run: Run, *, job_s: float, steps: int, virtual: bool =
     # Trainers are next to the first devices.
     layout = [NO_STAGE, *(i // case.replicas for i in range(case.stages * case.replicas))]
     found = simulate(hosts_of(case), job, layout, end_s=1e9, steps=steps + 2, settings=settings)
-    return run.tokens_per_step / found.step_s(skip=2)
+    return run.tokens_per_step / mean_step_s(found, skip=2)
 
 
 def row(case: Case, reduce: str, *, job_s: float, steps: int, virtual: bool) -> dict[str, Any]:

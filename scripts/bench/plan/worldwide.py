@@ -34,6 +34,7 @@ from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.world import Settings, ThroughputReport
 from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
+from scripts.bench.common.step_time import mean_step_s
 from scripts.bench.plan.additive_objective import additive_terms
 from scripts.bench.plan.additive_search import megatron_grid, random_grid, search_additive
 from scripts.bench.plan.plan import network_of
@@ -128,7 +129,7 @@ def predictions(options: argparse.Namespace) -> list[dict[str, Any]]:
             said = overlap.predict(of_N)
             settings = Settings(rebalance_every_s=0.0)
             ran = simulate(network, job, of_N.tolist(), end_s=1e9, steps=options.steps, settings=settings)
-            step_s = ran.step_s(skip=options.steps // 2)
+            step_s = mean_step_s(ran, skip=options.steps // 2)
             rows.append(
                 {
                     "network": name, "layout": layout, "predicted_s": round(said.total_s, 2),
@@ -193,9 +194,9 @@ def row(
         "layout": name,
         "delayed": delayed,
         "predicted_s": None if delayed else round(float(np.mean(predicted)), 2),
-        "step_s": round(float(np.mean([r.step_s(skip=skip) for r in reports])), 2),
-        "least_s": round(min(r.step_s(skip=skip) for r in others), 2),
-        "most_s": round(max(r.step_s(skip=skip) for r in others), 2),
+        "step_s": round(float(np.mean([mean_step_s(r, skip=skip) for r in reports])), 2),
+        "least_s": round(min(mean_step_s(r, skip=skip) for r in others), 2),
+        "most_s": round(max(mean_step_s(r, skip=skip) for r in others), 2),
         "third_step_s": round(float(np.mean([r.step_ends_s[2] - r.step_ends_s[1] for r in reports])), 2),
         "utilisation": round(float(np.mean([sum(r.busy_s) / sum(r.there_s) for r in reports])), 4),
         "boundary_gb": round(float(np.mean([r.boundary_bytes / r.version for r in reports])) / 1e9, 2),

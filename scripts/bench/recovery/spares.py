@@ -23,6 +23,7 @@ import numpy as np
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.world import Settings, ThroughputReport
 from scripts.bench.common.harness import machine, report
+from scripts.bench.common.step_time import mean_step_s
 from swarm.plan.network import BACKWARD_FORWARDS, Device, Network, StepWork
 from swarm.plan.overlapped import Overlap
 
@@ -66,11 +67,11 @@ def row(stages: int, mbit: int) -> dict[str, Any]:
     return {
         "stages": stages,
         "upload_mbit": mbit,
-        "alone_s": round(alone.step_s(skip=half), 2),
-        "with_s": round(joined.step_s(skip=half), 2),
-        "always_s": round(always.step_s(skip=half), 1),
+        "alone_s": round(mean_step_s(alone, skip=half), 2),
+        "with_s": round(mean_step_s(joined, skip=half), 2),
+        "always_s": round(mean_step_s(always, skip=half), 1),
         "planned_s": round(Overlap(network_of(home), job).predict([*layout, 0]).total_s, 1),
-        "times": round(joined.step_s(skip=half) / alone.step_s(skip=half), 3),
+        "times": round(mean_step_s(joined, skip=half) / mean_step_s(alone, skip=half), 3),
     }
 
 

@@ -47,6 +47,7 @@ from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, machine_busy_s, report
 from scripts.bench.common.model_sizes import parameter_count
 from scripts.bench.common.netlab import Lab, Link, why_not
+from scripts.bench.common.step_time import mean_step_s
 from scripts.bench.loss.codecs_loss import codec_spec
 from scripts.bench.loss.narrow import with_bottleneck
 from swarm.codecs import packed_part
@@ -115,7 +116,7 @@ def measure(run: Run, codec: str, latency_s: float, steps: int) -> dict[str, Any
         network, job, list(range(STAGES)), end_s=1e9, steps=steps, settings=Settings(rebalance_every_s=0.0)
     )
     both_bytes = job.forward_bytes[0] + job.backward_bytes[0]
-    step_s = found.step_s(skip=steps // 2)
+    step_s = mean_step_s(found, skip=steps // 2)
     return {
         "microbatches": run.M,
         "latency_ms": 1e3 * latency_s,

@@ -52,6 +52,7 @@ from peers.sim.throughput.world import Settings
 from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import Segment, Swarm, bench_run, machine, report, role_names
 from scripts.bench.common.netlab import Lab, Link, why_not
+from scripts.bench.common.step_time import mean_step_s
 from scripts.bench.loss.codecs_loss import codec_spec
 from swarm.errors import SetupError
 from swarm.manifest import CodecSpec, Run
@@ -159,11 +160,10 @@ def adapted(base: Run, lines: Lines, sizes: Sizes, least: float) -> CodecSpec:
 def simulated(run: Run, lines: Lines, sizes: Sizes) -> float:
     """Tokens/s of a run with the best of the windows, by the simulation with the live policies."""
     network, job, layout = described(run, lines, sizes)
+    of_each = [Settings(window=window, rebalance_every_s=0.0) for window in sizes.windows]
     steps_s = (
-        simulate(
-            network, job, layout, end_s=1e9, steps=6, settings=Settings(window=window, rebalance_every_s=0.0)
-        ).step_s()
-        for window in sizes.windows
+        mean_step_s(simulate(network, job, layout, end_s=1e9, steps=6, settings=settings))
+        for settings in of_each
     )
     return run.tokens_per_step / min(steps_s)
 
