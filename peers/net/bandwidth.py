@@ -181,6 +181,9 @@ UNPACKED_BYTES = 64
 """That cost as much as one of a header: 64 MiB a second, to unpack which takes half a core."""
 UNPACKED_OF_ALL_PER_S = 1.5 * CONTROL_BYTES_PER_S
 """Of all callers but those that are wanted: three quarters of a core, 96 MiB a second."""
+CALL_BYTES, HEADER_SHARE, LEAST_REST_S = 1024, 8, 0.02
+"""Of who did no work lately a call costs so much more, as a forged ticket takes 0.3 ms, and a header so small
+a part: 1,200 calls a second of all together. Less that they owe lets none rest: that takes longer."""
 WANTED_S = 60.0
 """One is for so long after a handler took a body of more than a chunk from it, or asked it for one: a crowd
 of strangers slows down strangers only."""
@@ -246,8 +249,8 @@ class Line:
         """Of answers that strangers may ask for: given to it, and not sent yet."""
         self.left_unread_at = float("-inf")
         """When it gave up such an answer, and took nothing of it."""
-        self.wanted_at = float("-inf")
-        """When a body of it was accepted last."""
+        self.worked_at = self.wanted_at = float("-inf")
+        """When a body of it was accepted last, and one of more than a chunk."""
         self.handling = 0
         """Its calls that are worked on."""
         self.logged_at = float("-inf")
@@ -291,15 +294,20 @@ class Line:
 
     def pays(self, frame: frames.Prefix, *, now: float) -> float:
         """Note a frame that it sends; how long to read nothing more of it, in seconds."""
-        calls_s = self._calls.take(1.0, now=now) if frame.kind is frames.Kind.CALL else 0.0
+        is_call, is_part = (frame.kind is kind for kind in (frames.Kind.CALL, frames.Kind.BODY))
+        calls_s, of_all_s = self._calls.take(1.0, now=now) if is_call else 0.0, 0.0
         # What a packed part unpacks to pays.
         header_bytes = frame.header_bytes * (frame.kind is not frames.Kind.PACKED)
-        unpacked = header_bytes * (frame.kind is frames.Kind.BODY and now - self.wanted_at > WANTED_S)
-        of_all_s = self._traffic.unpacked.take(unpacked, now=now) if unpacked else 0.0
+        if now - (self.wanted_at if is_part and header_bytes else self.worked_at) > WANTED_S:
+            shared = header_bytes if is_part else header_bytes // HEADER_SHARE + CALL_BYTES * is_call
+            of_all_s = self._traffic.strangers.take(FRAME_BYTES + shared, now=now)
+            of_all_s *= is_part or of_all_s > LEAST_REST_S
         return max(calls_s, of_all_s, self._control.take(FRAME_BYTES + header_bytes, now=now))
 
     def wants(self, body_bytes: int, *, now: float) -> None:
         """Note that a body of it is accepted."""
+        if body_bytes:
+            self.worked_at = now
         if body_bytes > frames.CHUNK_BYTES:
             self.wanted_at = now
 
@@ -345,8 +353,8 @@ class Traffic(Mapping[PeerId, NetworkPath]):
         self.limiter = RateLimiter()
         self.lines: dict[PeerId, Line] = {}
         self.held_bytes = self.unread_bytes = 0
-        self.unpacked = Allowance(UNPACKED_OF_ALL_PER_S, CONTROL_BYTES_AT_ONCE)
-        """That all peers together may have unpacked, but those that are wanted."""
+        self.strangers = Allowance(UNPACKED_OF_ALL_PER_S, CONTROL_BYTES_AT_ONCE)
+        """What all may say and have unpacked together, but those that are wanted."""
         self._most_peers = most_peers
 
     def of(self, peer: PeerId) -> Line:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from peers.clock import now_s
-from peers.net.bandwidth import CALLS_PER_S, CONTROL_BYTES_PER_S, SMALL_BYTES, Allowance, Line, Traffic
+from peers.net.bandwidth import CALLS_PER_S, SMALL_BYTES, Allowance, Line, Traffic
 from peers.net.body_buffers import flat
 from peers.net.charter.doorkeeper import SHOW_METHOD, Doorkeeper
 from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
@@ -90,9 +90,7 @@ class Dialer:
     def pause(self, why: str, *, for_good: bool) -> None:
         """Open nothing from now on. Calls wait for `resume`, unless it is `for_good`."""
         self.closed = why
-        self._back.clear()
-        if for_good:
-            self._back.set()
+        (self._back.set if for_good else self._back.clear)()
 
     def resume(self) -> None:
         """A new p2pd took the place of the one that died."""
@@ -444,7 +442,7 @@ class NetTransport:
             self._log_abuse(link, f"closed a stream that broke the protocol: {link.lost_because.text}")
 
     def _slowed(self, link: Connection) -> None:
-        most = f"{CALLS_PER_S:g} calls and {CONTROL_BYTES_PER_S / (1 << 20):g} MB of headers a second"
+        most = f"{CALLS_PER_S:g} calls or a MB of headers a second, or all that do no work more than they may"
         self._log_abuse(link, f"peer {short(link.peer)} is slowed down: it sends more than {most}")
 
     def _log_abuse(self, link: Connection, text: str) -> None:

@@ -3008,8 +3008,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-crowd-slows-down-those-that-work",
         BANDWIDTH,
-        " and now - self.wanted_at > WANTED_S",
-        "",
+        "now - (self.wanted_at if is_part and header_bytes else self.worked_at) > WANTED_S",
+        "True",
         "Strangers that send what is packed have the bodies of replicas on slow lines hardly read.",
         ("test_connection",),
     ),

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 
 from peers.net.bandwidth import (
+    CALL_BYTES,
     CONTROL_BYTES_AT_ONCE,
     CONTROL_BYTES_PER_S,
     EARLY_BYTES,
@@ -297,6 +298,22 @@ def test_what_a_crowd_may_have_unpacked_in_a_second_is_bounded_and_each_has_as_m
     assert sum(crowd) < UNPACKED_BYTES * (CONTROL_BYTES_AT_ONCE + 10.1 * UNPACKED_OF_ALL_PER_S)
     assert max(crowd) < 1.2 * min(crowd)
     assert wanted > 60e6 * 10, "of which a handler took a body lately has as much as before"
+
+
+def test_what_a_crowd_may_call_in_a_second_is_bounded_and_who_works_is_slowed_down_by_none() -> None:
+    """Twenty with forged tickets, each within its limits, took a whole core."""
+    traffic, call = Traffic(most_peers=100), Prefix(Kind.CALL, 1, 1 << 14, 0)
+    lines, rests, calls = [traffic.of(f"caller {n}") for n in range(21)], [0.0] * 21, [0] * 21
+    lines[20].wants(1, now=0.0)
+    for now in (millisecond / 1000 for millisecond in range(10_000)):
+        for n, line in enumerate(lines):
+            if rests[n] <= now:
+                rests[n] = now + line.pays(call, now=now)
+                calls[n] += 1
+    *crowd, works = calls
+    most = (CONTROL_BYTES_AT_ONCE + 10.1 * UNPACKED_OF_ALL_PER_S) / (CALL_BYTES + call.header_bytes / 8)
+    assert sum(crowd) < most and max(crowd) < 1.2 * min(crowd)
+    assert works > 9.9 * CONTROL_BYTES_PER_S / call.header_bytes
 
 
 @pytest.mark.virtual_time
