@@ -154,11 +154,8 @@ class NetDirectory:
         offset_s = unix_s() - now_s()
         jump_s, self._clock_offset_s = offset_s - self._clock_offset_s, offset_s
         if abs(jump_s) > CLOCK_JUMP_S:
-            logger.warning(
-                "this machine's clock jumped by %+.0f s. While it is wrong, other peers refuse our record: "
-                "set it (NTP)",
-                jump_s,
-            )
+            text = "this machine's clock jumped by %+.0f s. While it is wrong, other peers refuse our "
+            logger.warning(text + "record: set it (NTP)", jump_s)
             self._stored_at = self._manifests.stored_at = -math.inf
 
     def watch(self, stages: Collection[Stage] | None) -> None:

@@ -119,9 +119,8 @@ class Identity:
             except FileExistsError:
                 pass  # another program was faster
             except OSError as error:
-                raise SetupError(
-                    f"cannot write the identity file {path}: {error.strerror}. Choose a writable folder."
-                ) from None
+                text = f"cannot write the identity file {path}: {error.strerror}. Choose a writable folder."
+                raise SetupError(text) from None
         return cls.load(path)
 
     def save(self, path: Path) -> None:

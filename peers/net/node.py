@@ -237,13 +237,11 @@ class Node:
         options, self.daemon = dead.options, dead
         had = [options.port] if options.port else [p.port for p in map(endpoint_of, self._listening) if p]
         chosen = bool(options.port) and not options.any_port
+        path, key = dead.identity_path, dead.identity
         for choice in had if chosen else [*had[:1], 0]:
             try:
-                daemon = self.daemon = Daemon.spawn(
-                    dataclasses.replace(options, port=choice, any_port=not chosen),
-                    identity_path=dead.identity_path,
-                    identity=dead.identity,
-                )
+                there = dataclasses.replace(options, port=choice, any_port=not chosen)
+                daemon = self.daemon = Daemon.spawn(there, identity_path=path, identity=key)
                 daemon.on_death = self._daemon_died
                 await daemon.ready()
             except SetupError as error:

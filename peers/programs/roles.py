@@ -202,16 +202,10 @@ class Bootstrap(Networked[arg.BootstrapOptions]):
             key = Path(TRAINER_KEY) if options.identity is None else options.identity.with_name(TRAINER_KEY)
             train += f" --identity {shlex.quote(str(key))}"
         code = allowing(run.code)  # it is the owner who starts these
-        return JoinLine(
-            line=f"{begins} peer {shlex.join(words)}",
-            stages=run.cells,
-            others=(
-                f"{train}{as_given(options, *TRAINED_ON)}{code}",
-                f"{begins} keeper {joined} --dir ckpt{code}",
-                f"{begins} dashboard {joined}",
-            ),
-            local=is_loopback(words[-1]),
-        )
+        train = f"{train}{as_given(options, *TRAINED_ON)}{code}"
+        others = (train, f"{begins} keeper {joined} --dir ckpt{code}", f"{begins} dashboard {joined}")
+        line, local = f"{begins} peer {shlex.join(words)}", is_loopback(words[-1])
+        return JoinLine(line=line, stages=run.cells, others=others, local=local)
 
     async def _publish_charter(self, node: Node, run: Run, path: Path | None) -> None:
         """That of the file, or the one that is known to be newer; which is written there from now on."""
@@ -276,9 +270,8 @@ async def manifest(node: Node, allow_code: Sequence[str] = ()) -> Run:
     run = await node.manifest()
     check_code(run, allow_code)
     if run.brings_model and not run.pinned:
-        raise SetupError(
-            f"run {run.id} does not say which data or model it has: its owner has to publish it anew"
-        )
+        what = "which data or model it has: its owner has to publish it anew"
+        raise SetupError(f"run {run.id} does not say {what}")
     return run
 
 
@@ -336,9 +329,8 @@ class Peer(Networked[arg.PeerOptions]):
         from peers.owner.gpu_contention import nvml_of, watch
         from swarm.policy.contention import ContentionDetector
 
-        watching = asyncio.create_task(
-            watch(self.owner, nvml_of(device).others, ContentionDetector(), self._emit)
-        )
+        others = nvml_of(device).others
+        watching = asyncio.create_task(watch(self.owner, others, ContentionDetector(), self._emit))
         stack.callback(watching.cancel)
 
     async def _choose_stage(self, node: Node, run: Run, device: str) -> Stage:

@@ -180,13 +180,12 @@ class Recovery:
         commit = found.opened.last_commit
         if generation is None and commit is not None and self._coordination.believes(commit):
             core.remember(commit)
-        self._emit(
-            events.StateFetched(
-                stage=self._stage, version=loaded, source=next(iter(found.sources), ""),
-                sources=len(found.sources), bytes=sum(t.nbytes for t in found.tensors.values()),
-                seconds=now_s() - began,
-            )
+        source, size = next(iter(found.sources), ""), sum(t.nbytes for t in found.tensors.values())
+        fetched = events.StateFetched(
+            stage=self._stage, version=loaded, source=source, sources=len(found.sources), bytes=size,
+            seconds=now_s() - began,
         )  # fmt: skip
+        self._emit(fetched)
         return True
 
     # -- when the whole stage was lost ------------------------------------------------------------

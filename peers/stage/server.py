@@ -173,11 +173,8 @@ class StagePeer:
         """
         core = self.core
         core.device.start()
-        watch = asyncio.create_task(
-            watch_device(
-                core.device, self.stage, self._settings.hung_s, lambda: (self._owner_waits, self.paused)
-            )
-        )
+        hung_s, ends = self._settings.hung_s, lambda: (self._owner_waits, self.paused)
+        watch = asyncio.create_task(watch_device(core.device, self.stage, hung_s, ends))
         loops: list[asyncio.Task[object]] = []
         try:
             await self.status.announce()

@@ -97,9 +97,8 @@ class BlockExchange:
             try:
                 data = self._wait(self._fetch(peer, blocks.tree.root.hex(), number, size))
                 if len(data) != size or (levels := block_levels(data))[-1] != node:
-                    raise BadAnswer(
-                        peer, f"gave other bytes as block {number} of the data than the index has"
-                    )
+                    text = f"gave other bytes as block {number} of the data than the index has"
+                    raise BadAnswer(peer, text)
                 self._backoff.answered(peer)
                 self._in_vain.pop(peer, None)
                 return data, levels

@@ -36,9 +36,8 @@ class FetchedStart:
 
         def read(names: Sequence[str], shape: torch.Size) -> torch.Tensor:
             if names[0] not in tensors:
-                raise SetupError(
-                    f"stage {stage} has no {names[0]}: this peer has what that stage starts with"
-                )
+                text = f"stage {stage} has no {names[0]}: this peer has what that stage starts with"
+                raise SetupError(text)
             return tensors[names[0]]
 
         self._stage = stage
