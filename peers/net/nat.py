@@ -208,6 +208,17 @@ async def find_reach(options: DaemonOptions, join: Sequence[str], *, hidden: boo
         return replace(found, relays=await relaying(transport, control, found.relays))
 
 
+async def seen_at(transport: NetTransport, join: Iterable[str], before: str) -> str:
+    """Where most of some peers see us, of hosts like the one before; that one if they do not agree."""
+    question = pack(AskReach(peer=transport.peer_id, port=0))
+    peers = [peer for peer in by_peer(join) if peer != transport.peer_id][:MAX_ASKED]
+    answers = await asyncio.gather(*(_ask(transport, peer, question) for peer in peers))
+    hosts = [before, *(one.host for one in answers if isinstance(one, Reached))]
+    kinds = [(ip.version, ip.is_global) for ip in map(ipaddress.ip_address, hosts)]
+    seen = [host for host, kind in zip(hosts[1:], kinds[1:], strict=True) if kind == kinds[0]]
+    return next((host for host in seen if 2 * seen.count(host) > len(seen)), before)
+
+
 async def relaying(
     transport: NetTransport, control: DaemonControl, addresses: Iterable[str]
 ) -> tuple[str, ...]:
@@ -321,21 +332,21 @@ async def settled(
     found = await find_reach(options, join, hidden=reach == "relay")
     if found.kind == "unknown":  # who is busy for a moment is not to have us announce what nobody can dial
         found = await find_reach(options, join, hidden=reach == "relay")
+    words = in_words(found)
     if reach == "auto" and found.kind == "unknown":
-        return options, in_words(found)
+        return options, words
     if reach == "auto" and found.kind == "open":
         announce = (_host_port(found.host, found.port),)
-        return replace(options, port=found.port, announce=announce, reachable=True), in_words(found)
+        return replace(options, port=found.port, announce=announce, reachable=True, seen_at=found.host), words
     if not found.relays and needed:
         raise (Unreachable if found.kind == "unknown" else SetupError)(
             f"nobody can dial this machine ({found.why or 'as --reach relay says'}), and no peer is known "
             f"that could relay for it: {what_to_do(found)}, or join at the address of one that can be dialled"
         )
-    private = replace(  # no peer is told of the port
+    return replace(  # no peer is told of the port
         options, port=found.port, any_port=not options.port, reachable=False, relays=found.relays,
         be_relay=False, outside=found.host if found.keeps_ports else "",
-    )  # fmt: skip
-    return private, in_words(found)
+    ), words  # fmt: skip
 
 
 async def some_relay_takes_us(

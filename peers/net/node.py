@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -45,6 +45,8 @@ MAX_RELAYED = 2
 """Relayed addresses that we announce: each makes our record 100 bytes longer."""
 MAX_UNANSWERED = 4
 """Probes in a row."""
+SEEN_EVERY_S = 60.0
+"""Between two questions where we are seen; ten times as much once that was elsewhere than before."""
 
 _KILLED = "See that nothing kills it (memory, antivirus), and start this program again"
 _SHORT = "Mend that, and start this program again"
@@ -114,6 +116,8 @@ class Node:
         """Probes in a row that p2pd did not answer."""
         self._relayed_at_s = 0.0
         """When we last had a relay, or needed none."""
+        self._asks_at_s, self._moved = 0.0, False
+        """When to ask where we are seen, and whether that was elsewhere than where we are announced."""
         self._owner: asyncio.Task[object] | None = None
         self._fatal: SetupError | None = None
         self._started: list[str] = []
@@ -145,7 +149,7 @@ class Node:
                 relays = await nat.those_that_take_us(daemon.options, relays, self._timings.reserve_s)
                 if relays:
                     daemon.close_now()
-                    daemon.options = dataclasses.replace(daemon.options, relays=relays)
+                    daemon.options = replace(daemon.options, relays=relays)
                     daemon = await self._spawn_again(daemon)
                     await self._run_on(daemon, self._timings.relay_s)
             if not self.addresses:
@@ -225,6 +229,11 @@ class Node:
         dead = self.daemon
         await self.control.detach()
         dead.close_now()  # if it did not start, its identity is still locked
+        if self._moved:
+            anew, self._moved = replace(dead.options, announce=(), seen_at="", reachable=None), False
+            found, words = await nat.settled(anew, self._join, "auto", needed=False)
+            logger.warning("this machine is seen at another address: %s", words)
+            dead.options = dead.options if found is anew else found
         daemon = await self._spawn_again(dead)
         await self._run_on(daemon, self._timings.revival_relay_s)
         await self.transport.daemon_is_back()
@@ -240,7 +249,7 @@ class Node:
         path, key = dead.identity_path, dead.identity
         for choice in had if chosen else [*had[:1], 0]:
             try:
-                there = dataclasses.replace(options, port=choice, any_port=not chosen)
+                there = replace(options, port=choice, any_port=not chosen)
                 daemon = self.daemon = Daemon.spawn(there, identity_path=path, identity=key)
                 daemon.on_death = self._daemon_died
                 await daemon.ready()
@@ -283,7 +292,12 @@ class Node:
             return
         self._unanswered = 0
         now = now_s()
-        if not daemon.options.relays or any(CIRCUIT in address for address in listening):
+        if (before := daemon.options.seen_at) and now >= self._asks_at_s:
+            self._moved = await nat.seen_at(self.transport, self._join, before) != before
+            self._asks_at_s = now + SEEN_EVERY_S * (10 if self._moved else 1)
+            if self._moved:  # providers give other addresses, and laptops are carried into other networks
+                daemon.kill()
+        elif not daemon.options.relays or any(CIRCUIT in address for address in listening):
             self._relayed_at_s = now
             self._move(listening)
         elif now - self._relayed_at_s > self._timings.relayless_s:
@@ -340,7 +354,7 @@ class Node:
             self._move(listening)  # one took us again while we tried others
             return
         logger.warning("no relay has us any more: others are tried")
-        daemon.options = dataclasses.replace(daemon.options, relays=relays)
+        daemon.options = replace(daemon.options, relays=relays)
         daemon.kill()
 
     def _is_relay(self) -> bool:
@@ -361,9 +375,7 @@ class Node:
     ) -> None:
         await self.close()
         if self._fatal is not None and kind is asyncio.CancelledError:
-            uncancel = getattr(self._owner, "uncancel", None)  # from Python 3.11 on
-            if uncancel is not None:
-                uncancel()
+            getattr(self._owner, "uncancel", lambda: None)()  # from Python 3.11 on
             raise self._fatal from None
 
     async def close(self) -> None:

@@ -89,6 +89,8 @@ class DaemonOptions:
     """The user did not choose `port`: a p2pd that is started again may take another one."""
     announce: tuple[str, ...] = ()
     """Addresses under which others reach us, if p2pd cannot see them itself (port forwarding)."""
+    seen_at: str = ""
+    """The host there, if it is where others saw us, and not what the user said."""
     reachable: bool | None = None
     """Whether others can dial us; None: p2pd finds out, which takes minutes and several public peers."""
     outside: str = ""

@@ -236,10 +236,8 @@ class RecordReader:
     ) -> bool:
         """Take in what is new at one node under some keys; whether it answered."""
         now = unix_s()
-        known = {
-            place.key: dict(islice(self._table.under(place.key, now=now).items(), MAX_SUBKEYS))
-            for place in places
-        }
+        held = {place.key: self._table.under(place.key, now=now) for place in places}
+        known = {key: dict(islice(those.items(), MAX_SUBKEYS)) for key, those in held.items()}
         answered = await self._storage.node.read(peer, known, most_bytes)
         if answered is None:
             for place in places:

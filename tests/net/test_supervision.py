@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 
 from peers.net import nat
-from peers.net.identity import Identity
+from peers.net.identity import Identity, with_peer_id
 from peers.net.node import LONGEST_PAUSE_S, STABLE_S, Deaths, Node
 from peers.net.p2pd import DaemonOptions
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
+from peers.ports import Answer
+from swarm.errors import PeerGone
+from swarm.wire.messages import pack
 
 pytestmark = pytest.mark.virtual_time
 
@@ -162,3 +166,84 @@ async def test_free_identities_do_not_crowd_out_the_relays_that_a_user_named(
     monkeypatch.setattr(nat, "relaying", relaying)
     await node._take_other_relays(told)  # type: ignore[arg-type]
     assert asked == [RELAYS[3], named, home, *strangers[:26:2]]
+
+
+# -- at another address --------------------------------------------------------------------------------------
+
+OPEN = DaemonOptions(port=7, announce=("44.1.1.1:7",), seen_at="44.1.1.1", reachable=True)
+
+
+def seen_at(*hosts: str) -> Node:
+    """An open peer that those to join at see at these hosts; one that sees it nowhere does not answer."""
+    told = Told()
+    told.options, node = OPEN, at_home(told)
+    node._join = RELAYS[: len(hosts)]
+    sees = {relay.rpartition("/")[2]: host for relay, host in zip(RELAYS, hosts, strict=False)}
+
+    async def call(peer: str, *_: object, **__: object) -> Answer:
+        if not sees[peer]:
+            raise PeerGone(peer, "cannot be reached")
+        return Answer(pack(nat.Reached(host=sees[peer], port=1, reached=False)))
+
+    node.transport = SimpleNamespace(call=call, peer_id=told.peer_id)  # type: ignore[assignment]
+    return node
+
+
+@pytest.mark.parametrize(
+    ("hosts", "kills"),
+    [
+        (("44.1.1.1",), 0),
+        (("44.2.2.2",), 1),
+        (("44.2.2.2", "", "44.2.2.2", "44.1.1.1"), 1),
+        (("44.2.2.2", "44.1.1.1"), 0),
+        (("44.2.2.2", "44.3.3.3"), 0),
+        (("",), 0),
+        (("192.168.1.7", "2a00::1"), 0),
+    ],
+    ids=[
+        "as it was", "elsewhere", "most", "one of two liars", "no two agree", "nobody", "other ways to it",
+    ],
+)  # fmt: skip
+async def test_an_open_peer_that_is_seen_elsewhere_asks_anew_how_it_is_reached(
+    hosts: tuple[str, ...], kills: int
+) -> None:
+    """Its provider gave it another address: it announced the one of its start for ever."""
+    node = seen_at(*hosts)
+    for _ in range(20):
+        await node._probe_once()
+        await asyncio.sleep(5.0)
+    assert node.daemon.kills == kills, "and not again for ten minutes"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["open", "closed", "unknown"])
+async def test_what_is_found_at_another_address_is_announced(
+    monkeypatch: pytest.MonkeyPatch, kind: Literal["open", "closed", "unknown"]
+) -> None:
+    asked, moved, node = list[DaemonOptions](), list[object](), seen_at("44.2.2.2")
+
+    async def find_reach(options: DaemonOptions, join: object, *, hidden: bool) -> nat.Reachability:
+        asked.append(options)
+        return nat.Reachability(kind=kind, host="44.2.2.2", port=7, relays=RELAYS)
+
+    async def nothing(*_: object) -> None:
+        """Of what p2pd is asked."""
+
+    async def spawn_again(dead: Told) -> Told:
+        return dead
+
+    monkeypatch.setattr(nat, "find_reach", find_reach)
+    monkeypatch.setattr(nat, "is_loopback", lambda host: False)
+    told = node.daemon
+    told.close_now = lambda: None  # type: ignore[method-assign]
+    node.control = SimpleNamespace(identify=told.identify, detach=nothing, attach=nothing)  # type: ignore
+    node.transport.daemon_is_back = node._run_on = nothing  # type: ignore[method-assign, assignment]
+    node.directory = SimpleNamespace(move=moved.append, daemon_is_back=nothing)  # type: ignore[assignment]
+    node._spawn_again = spawn_again  # type: ignore[method-assign, assignment]
+    await node._probe_once()
+    for _ in range(2):
+        await node._replace_daemon()
+    announced = {"open": "44.2.2.2", "closed": "", "unknown": "44.1.1.1"}[kind]
+    assert told.options.seen_at == announced and {options.announce for options in asked} == {()}
+    assert told.options.relays == (RELAYS if kind == "closed" else ())
+    where = [with_peer_id([f"{announced}:7"], told.peer_id)] if announced else [()]
+    assert moved == 2 * where
