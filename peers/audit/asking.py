@@ -86,8 +86,7 @@ class AuditCaller:
             run=self._run.id, peer=accused, statement=said, signature=signature, sent=metas, through=through
         )
         first = coin.below(len(others))
-        judges = [*others[first:], *others[:first]]
-        self._tasks.create_task(self._audit(judges, ask, honest, sent))
+        self._tasks.create_task(self._audit([*others[first:], *others[:first]], ask, honest, sent))
 
     async def _audit(
         self, judges: Sequence[PeerId], ask: AuditAnswer, honest: Honest | None, sent: Sequence[Encoded]

@@ -209,8 +209,7 @@ class Trainer:
     async def _wait_for_change(self) -> None:
         now = now_s()
         due = self._todo.next_wakeup(self._startable, now=now)
-        wait_s = IDLE_S if due is None else min(IDLE_S, max(0.01, due - now))
-        await happens(self._changed, wait_s)
+        await happens(self._changed, IDLE_S if due is None else min(IDLE_S, max(0.01, due - now)))
         self._changed.clear()
 
     # -- microbatches -----------------------------------------------------------------------------

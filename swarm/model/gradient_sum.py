@@ -146,8 +146,7 @@ class GradientSums:
         """How a term is rounded; the statistics of batch norms are not."""
         if not self._run.rounds_sums or name not in self._blocks:
             return None
-        dropped = self._state.dropped[self._blocks[name]].to(self._device)
-        return Rounded.of(self._run, mb, name, dropped)
+        return Rounded.of(self._run, mb, name, self._state.dropped[self._blocks[name]].to(self._device))
 
     def drop(self, t: int) -> None:
         self._spare = self._sums.pop(t, self._spare)  # one is enough: it is there for the next step's

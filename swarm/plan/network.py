@@ -159,8 +159,7 @@ def all_reduce_s(
     """
     arrival_s = latency_s + np.maximum(np.maximum(part_s, up_s[..., None]), down_s[..., None, :])
     arrival_s *= there[..., None] & there[..., None, :] & ~np.eye(there.shape[-1], dtype=bool)
-    owner_s = np.maximum(arrival_s.max(axis=-2), up_s)
-    return (owner_s + arrival_s.max(axis=-1)).max(axis=-1)
+    return (np.maximum(arrival_s.max(axis=-2), up_s) + arrival_s.max(axis=-1)).max(axis=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,8 +154,7 @@ class CallLimits:
         least_s = min(self._router.tooks_s(self._stage, peer), default=0.0)
         usual_s = max(self._usual.typical_s, min(least_s, TIMES_EXPECTED * self._usual.typical_s))
         after_s = LATE_S + self._passes * LATER_S + (2 + self._passes / 2) * usual_s
-        others = self._router.count(self._stage) > 1
-        return after_s if others and known and self._usual.known else math.inf
+        return after_s if known and self._usual.known and self._router.count(self._stage) > 1 else math.inf
 
     def is_soon(self, took_s: float) -> bool:
         """Whether a call took no longer than is usual, about."""
