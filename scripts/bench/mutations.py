@@ -475,8 +475,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-stranger-owns-a-part",
         ROUNDS,
-        "    speaking = set(heard(ids, voice))\n",
-        "    speaking = set(ids)\n",
+        "    speaking, few = set(heard(reports, voice)), len(reports) <= MAX_MEMBERS\n",
+        "    speaking, few = set(reports), True\n",
         "A peer that never worked adds up a part for all.",
         ("test_attack",),
     ),

@@ -37,6 +37,9 @@ Sources: TypeAlias = Annotated[tuple[PeerId, ...], msgspec.Meta(max_length=MAX_S
 PROOFS = 2
 """Replicas whose word a stage's norm needs, if there are as many."""
 
+MAX_MEMBERS = 256
+"""Of a larger round nobody is that only listens: what all members signed is told in one header, of 344."""
+
 FINISHES_LEAST_S = 1.0
 
 MAX_UPLOAD_BPS = 1e15
@@ -204,9 +207,10 @@ def decide(
     if current is not None and told and is_current(current, reports) and not failed_at(current, reports):
         return current
     number = 0 if current is None else current.number + 1
-    ids, ledgers = tuple(reports), tuple(report.done for report in reports.values())
+    speaking, few = set(heard(reports, voice)), len(reports) <= MAX_MEMBERS
+    ids = tuple(peer for peer, report in reports.items() if few or report.done or peer in speaking)
+    ledgers = tuple(reports[peer].done for peer in ids)
     uploads_bps = [bandwidths_bps.get(peer, 0.0) for peer in ids]
-    speaking = set(heard(ids, voice))
     owning = speaking.intersection(speaking if owners is None else owners) or speaking
     parts = _share_out(numel, uploads_bps, [peer in owning for peer in ids])
     return Plan(round_id(run, stage, t, number, ids, ledgers, parts), number, ids, ledgers, parts)

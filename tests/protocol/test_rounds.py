@@ -13,6 +13,7 @@ from msgspec.structs import replace as remade
 from swarm.protocol.ledger import Bitmap, everything, members_of
 from swarm.protocol.rounds import (
     FINISHES_LEAST_S,
+    MAX_MEMBERS,
     NO_VOICE,
     Commit,
     Decision,
@@ -120,6 +121,25 @@ def test_the_one_with_more_voice_keeps_it_whatever_its_id() -> None:
     assert decided(A, later, C, voice={"a": 20, "b": 30, "c": 30}) == Retractions({"b": 0b000010}), (
         "about as much"
     )
+
+
+def test_a_crowd_of_strangers_that_have_nothing_is_in_no_round() -> None:
+    """What all members signed did not fit into the answer of an owner any more, so that no round ended."""
+    few, crowd = ({f"x{n:03}": StepReport(t=T) for n in range(count)} for count in (9, 400))
+    own = {"a": StepReport(t=T, done=Bitmap(ALL & ~1)), "x000": StepReport(t=T, done=Bitmap(1))}
+
+    def members(reports: Mapping[str, StepReport], voice: Mapping[str, int]) -> tuple[str, ...]:
+        decision = decide(RUN, STAGE, T, M, NUMEL, reports, None, {}, voice)
+        assert isinstance(decision, Reduce)
+        plan = decision.plan
+        assert all(
+            check_plan(plan, run=RUN, stage=STAGE, t=T, microbatches=M, numel=NUMEL, me=me, done=done) is None
+            for me, done in zip(plan.members, plan.ledgers, strict=True)
+        )
+        return plan.members
+
+    assert members({**crowd, **own}, {"a": 30, "x399": 30}) == ("a", "x000", "x399")
+    assert len(members({**few, **own}, {"a": 30})) == 10 < MAX_MEMBERS
 
 
 def test_what_a_replica_without_voice_has_too_is_known() -> None:
