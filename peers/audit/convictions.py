@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 import torch
+from msgspec.structs import replace
 
 from peers import events
 from peers.audit.verdicts import MAX_TOLD, Verdicts
@@ -104,7 +105,9 @@ class Convictions(Verdicts):
         self._passed_on[evidence.accused] += to_all
         if self._passed_on[evidence.accused] > MAX_TRIES:
             return
-        header = pack(ShowEvidence(run=self._run.id, evidence=evidence))
+        header, long = say(ShowEvidence(run=self._run.id, evidence=evidence))
+        if long and isinstance(evidence, WrongSum):  # of so many that they ask those that found it
+            header, body = pack(ShowEvidence(run=self._run.id, evidence=replace(evidence, lists=()))), []
         body = body if sum(memoryview(b).nbytes for b in body) <= MAX_EVIDENCE_BYTES else []
         near = {self._stage - 1, self._stage + 1, 0} - {self._stage}
         others = (near, set(range(self._run.S)) - near - {self._stage}) if to_all else ()

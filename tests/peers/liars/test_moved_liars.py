@@ -20,8 +20,9 @@ from swarm.digest import DIGEST_BYTES
 from swarm.errors import PeerGone, Refused
 from swarm.manifest import audit_run
 from swarm.protocol.statements import sign
+from swarm.protocol.sums import Reduced
 from swarm.records import PeerRecord
-from swarm.wire.evidence import AskConvicted, Convicted, ShowEvidence, WrongAnswer
+from swarm.wire.evidence import AskConvicted, Convicted, ShowEvidence, WrongAnswer, WrongSum
 from swarm.wire.messages import pack, unpack
 from swarm.wire.receipts import Answered
 from tests.peers.alone import Line, Records
@@ -67,6 +68,22 @@ async def convict(s: Swarm, *mates: str, accused: str = LIAR) -> None:
         convictions_of(s, name).convict(evidence)
     for name in mates:
         convictions_of(s, name).pass_on(evidence, [])
+
+
+async def test_of_a_sum_whose_evidence_is_too_long_for_a_message_the_stage_is_asked() -> None:
+    """Of 147 that contributed, or 1.4 thousand million weights of two, nobody heard of who added wrongly."""
+    said = Reduced(1, 0, "round", (), b"")
+    evidence = WrongSum(
+        accused=LIAR, statement=said, signature=sign(SimSigner(LIAR), RUN.id, said), index=0,
+        lists=tuple(bytes(32 * 750) for _ in range(3)),
+    )  # fmt: skip
+    async with swarm(RUN, replicas=3) as s:
+        give_voice(s, *s.peers)
+        await s.until_serving()
+        for name in ("s1p0", "s1p2"):
+            convictions_of(s, name).found(evidence, [b"chunk"])
+        honest = [name for name in s.peers if name[:2] != "s1"]
+        await s.until(lambda: all(LIAR in convictions_of(s, name).convicted for name in honest), limit_s=30.0)
 
 
 @pytest.mark.parametrize("voice", [True, False])
