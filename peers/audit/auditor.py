@@ -235,7 +235,7 @@ class Auditor:
         except SwarmError as error:  # it may be of a round whose other members are gone
             self._emit(events.Note(text=f"{text}, and not all that is in it is shown: {error.text}"))
             return
-        if 2 * found.bound <= len(microbatches):
+        if 2 * found.bound <= len(microbatches) and found.kept_by != {by}:
             return
         self.audited += 1
         if not await asyncio.to_thread(recount.is_result, result):
@@ -306,9 +306,8 @@ class Auditor:
                 return False
             await self._tell(claim, f"does not show what it added: {error.text}", is_false=False)
             return True
-        if 2 * found.bound <= len(claim.microbatches):
-            return True  # its neighbours may be itself
-        self.audited += 1
+        bound = 2 * found.bound > len(claim.microbatches)  # else its neighbours may be itself
+        self.audited += bound
         r = coefficients(seed_of(claim.said.nonces), place, index, parts[place][index][1])
         projected = nth_sum(claim.said.sums[place], index)
         assert projected is not None  # `_checked` compared the lengths
@@ -324,7 +323,7 @@ class Auditor:
             else:  # others may tell of a round that was given up, after which it was sent something else
                 what = f"{what}, or signed other sums since"
             await self._tell(claim, what, is_false=is_last)
-        elif stage:
+        elif stage and bound:
             with contextlib.suppress(SwarmError):
                 await self._audit_answer(compute, kept, member, one, *seen[0])
         return True

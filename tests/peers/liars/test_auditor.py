@@ -147,6 +147,30 @@ async def test_an_answer_that_a_caller_got_is_computed_again(
         assert said.startswith("stage 1: peer s1p1 answered microbatch (")
 
 
+async def test_who_passes_all_on_to_a_stranger_has_what_it_adds_audited_as_well() -> None:
+    """That may be a name of its own, which signs what suits: but here its sum is none of what it shows."""
+    run = admitting(audited_run(steps=6), sybils.TRAINER, AUDITOR)
+    async with swarm(run, replicas=(1, 3, 2)) as s:
+        sybils.give_voice(s, *(name for name in s.peers if name != "s2p1"))
+        await s.until_serving()
+        add_falsely(s.peers["s1p1"], 1000.0)
+        for peer in s.peers.values():  # they look where the auditor points
+            peer.contribution_audits._screen.strangest = lambda *_: None  # type: ignore[method-assign]
+        known = s.network.peers["s2p0"].transport
+        honest, most = known.handlers["work"]
+
+        async def not_of_the_liar(request: Request) -> Answer:
+            if request.peer == "s1p1":
+                raise NotNow("it is another's turn", retry_after_s=0.1)
+            return await honest(request)
+
+        known.serve("work", not_of_the_liar, max_body_bytes=most)
+        s.add_trainer(sybils.TRAINER, window=1)
+        auditor = add_auditor(s, 1)
+        await s.until(lambda: auditor.found or s.finished, limit_s=60.0)
+        assert auditor.found == {"s1p1"}
+
+
 async def test_an_answer_that_a_member_hides_is_found_by_its_signature(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
