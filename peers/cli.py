@@ -65,9 +65,7 @@ class Exit(enum.IntEnum):
     """Ctrl-C or SIGTERM before the work was done."""
 
 
-DESCRIPTION = """\
-Train one model on many unreliable machines, and lose nothing when they die.
-"""
+DESCRIPTION = "Train one model on many unreliable machines, and lose nothing when they die.\n"
 
 OWNERS = ("invite", "ban", "unban", "charter", "revoke", "audit")
 """What the owner of a run does besides; one line in the help."""
@@ -95,13 +93,8 @@ PROGRAMS: dict[str, str] = {
     "health": "peers.programs.owner.run_health",
     "status": "peers.programs.status.run_status",
     "dashboard": "peers.watch.dashboard.run_dashboard",
-    "export": "peers.programs.trained.run_export",
-    "generate": "peers.programs.trained.run_generate",
-    "eval": "peers.programs.trained.run_eval",
-    "verify": "peers.programs.verify.run_verify",
-    "plan": "peers.programs.plan.run_plan",
-    "simulate": "peers.programs.simulate.run_simulate",
-    "graph": "peers.programs.graph.run_graph",
+    **{name: f"peers.programs.trained.run_{name}" for name in ("export", "generate", "eval")},
+    **{name: f"peers.programs.{name}.run_{name}" for name in ("verify", "plan", "simulate", "graph")},
     "completion": "peers.cli.print_completion",
 }
 """In the order of `swarm --help`. A role is a class, constructed with its options without side effects, whose
@@ -467,6 +460,9 @@ def _open_output() -> None:
     """Have both streams take everything: closed ones, and characters that a terminal's encoding has not."""
     if logging.lastResort is not None:  # of programs whose logs are no events
         logging.lastResort.setFormatter(_Printable())
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # of a socket of such a number uvloop aborts
+        os.set_inheritable(number, True)
+    os.close(number)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))

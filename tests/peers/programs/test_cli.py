@@ -822,6 +822,19 @@ def test_output_that_is_closed_or_knows_few_characters_is_no_bug(monkeypatch: py
     assert stopped.value.code == 0 and b"--stages N,N,?" in few.buffer.getvalue()
 
 
+@pytest.mark.parametrize("closed", [(0,), (0, 1, 2)])
+def test_a_program_whose_standard_streams_are_closed_gives_their_numbers_to_no_file(
+    closed: tuple[int, ...],
+) -> None:
+    """A trainer that was started with `<&-` aborted: uvloop closes no socket of a number up to 2. And what
+    libraries write to 2 would have gone into a file or to another peer."""
+    code = f"import os, sys; [os.close(number) for number in {closed}]; sys.path[:0] = sys.argv[1:]\n"
+    code += "from peers.cli import main; main(['--version']); os._exit(os.open(os.devnull, os.O_RDONLY))"
+    command = [sys.executable, "-c", code, str(Path(cli.__file__).parents[1])]
+    done = subprocess.run(command, capture_output=True, check=False, timeout=60)
+    assert done.returncode == 3
+
+
 @pytest.mark.parametrize("words", [("eval", "--model"), ("up",), ("generate", "--checkpoint-dir")])
 def test_a_path_that_cannot_be_is_no_bug(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "x" * 300]) == Exit.SETUP
