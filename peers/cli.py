@@ -83,6 +83,7 @@ PROGRAMS: dict[str, str] = {
     "tokenize": "peers.tokenize.make.run_tokenize",
     "manifest": "peers.programs.manifest.run_manifest",
     **{name: f"peers.programs.charter.run_{name}" for name in OWNERS},
+    "unban": "peers.programs.charter.run_ban",
     "bootstrap": "peers.programs.roles.Bootstrap",
     "peer": "peers.programs.roles.Peer",
     "train": "peers.programs.roles.Train",

@@ -17,7 +17,7 @@ from peers.net.charter.signed import make_token, seal_charter, seal_revocation, 
 from peers.net.identity import Identity
 from peers.programs.manifest_pinning import pinned
 from peers.programs.stage_choice import check_stages
-from peers.programs.tool_options import check_text
+from peers.programs.tool_options import BanOptions, UnbanOptions, check_text
 from peers.start_line import TRAINED_ON, TRAINER_KEY, allowing, as_given, program
 from peers.storage import atomic_file, charters_folder
 from peers.storage.atomic_file import as_setup_error
@@ -201,35 +201,36 @@ async def _publish(node: Node, old: Charter, owner: Identity, words: str, **chan
     return charter
 
 
-async def run_ban(options: tool_options.BanOptions) -> None:
-    """Publish a charter with one ban more. Raises SetupError."""
+async def run_ban(options: UnbanOptions) -> None:
+    """Publish a charter with one ban more, or less. Raises SetupError."""
     owner = _owner_key(options.owner)
     async with _at_the_run(options, owner) as (node, charter):
-        if options.peer == owner.peer_id:
+        if not isinstance(options, BanOptions):
+            bans, words = rules.unban(charter, options.peer), "is not banned"
+        elif options.peer == owner.peer_id:
             raise SetupError(f"{options.peer} owns the run: if its key was stolen, end it by swarm revoke")
-        bans = rules.ban(charter, options.peer, options.why)
-        await _publish(node, charter, owner, f"{options.peer} is banned", bans=bans)
-
-
-async def run_unban(options: tool_options.UnbanOptions) -> None:
-    """Publish a charter with one ban less. Raises SetupError."""
-    owner = _owner_key(options.owner)
-    async with _at_the_run(options, owner) as (node, charter):
-        bans = rules.unban(charter, options.peer)
-        await _publish(node, charter, owner, f"{options.peer} is not banned", bans=bans)
+        else:
+            bans, words = rules.ban(charter, options.peer, options.why), "is banned"
+        await _publish(node, charter, owner, f"{options.peer} {words}", bans=bans)
 
 
 async def run_charter(options: tool_options.CharterOptions) -> None:
     """Print the charter; with the owner's key, change and renew it first. Raises SetupError."""
     owner = None if options.owner is None else _owner_key(options.owner)
     async with _at_the_run(options, owner) as (node, charter):
-        changes, words = _changes(options, charter), "The charter is renewed"
+        changes, trainers = _changes(options, charter), options.trainers or options.name_trainer
         if owner is None and changes:
             raise SetupError("only the owner changes a charter: give its key as --owner")
-        if options.trusted_stages:
+        if options.trusted_stages or trainers:
             run = await node.directory.fetch_manifest(charter.run)
-            check_stages("--trusted-stages", options.trusted_stages, run)
+            check_stages("--trusted-stages", options.trusted_stages or (), run)
+            if trainers and run.admission.trainers:
+                raise SetupError(
+                    f"--trainers and --name-trainer change nothing: the manifest of {run.name!r} names its "
+                    "trainers, and a charter can only ban them"
+                )
         if owner is not None:
+            words = "The charter is renewed"
             charter = await _publish(node, charter, owner, words, **changes, days=options.days)
         print(told(charter, node.directory.charters.owner))
 

@@ -152,17 +152,6 @@ class InviteOptions(arg.Options):
     uses: int = option(USES, "identities that it admits at a time (default: 1)", 1)
 
 
-class BanOptions(arg.RunOptions):
-    """Keep a peer out of your run.
-
-    swarm ban PEER @join.txt --owner myrun/owner.key --why 'wrong gradients'
-    """
-
-    peer: str = option(arg.PEER_ID_KIND, "its id", positional=True)
-    why: str = option(WORDS, "what others are told")
-    owner: Path = option(arg.FILE, OWNER_HELP)
-
-
 class UnbanOptions(arg.RunOptions):
     """Let a peer that you banned take part again.
 
@@ -171,6 +160,15 @@ class UnbanOptions(arg.RunOptions):
 
     peer: str = option(arg.PEER_ID_KIND, "its id", positional=True)
     owner: Path = option(arg.FILE, OWNER_HELP)
+
+
+class BanOptions(UnbanOptions):
+    """Keep a peer out of your run.
+
+    swarm ban PEER @join.txt --owner myrun/owner.key --why 'wrong gradients'
+    """
+
+    why: str = option(WORDS, "what others are told")
 
 
 class CharterOptions(arg.RunOptions):
@@ -183,7 +181,7 @@ class CharterOptions(arg.RunOptions):
     owner: Path | None = optional(arg.FILE, OWNER_HELP)
     days: float = option(DAYS, f"until it expires {RENEWAL}", 30.0)
     peers: Door | None = option(None, "who may serve a stage", None, choices=DOORS)
-    trainers: Door | None = option(None, "who may send microbatches", None, choices=DOORS)
+    trainers: Door | None = option(None, "who may train, if the manifest names none", None, choices=DOORS)
     keepers: Door | None = option(None, "who may keep checkpoints", None, choices=DOORS)
     name_peer: tuple[str, ...] = repeated(arg.PEER_ID_KIND, "admit it to any stage; repeatable")
     name_trainer: tuple[str, ...] = repeated(

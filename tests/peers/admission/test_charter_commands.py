@@ -307,10 +307,10 @@ async def test_a_ban_is_published_and_lifted(
         with pytest.raises(SetupError, match=f"{OWNER.peer_id} owns the run.*swarm revoke"):
             await commands.run_ban(given(tool_options.BanOptions, peer=OWNER.peer_id, why="", owner=owner))
         by_id = given(tool_options.UnbanOptions, run=RUN.id, peer=SAM.peer_id, owner=owner)
-        await commands.run_unban(by_id)
+        await commands.run_ban(by_id)
         assert "is not banned. Charter 3" in capsys.readouterr().out
         with pytest.raises(SetupError, match="is not banned"):
-            await commands.run_unban(by_id)
+            await commands.run_ban(by_id)
 
 
 @virtual
@@ -321,9 +321,7 @@ async def test_only_the_owner_says_who_takes_part(monkeypatch: pytest.MonkeyPatc
             (tool_options.UnbanOptions, {"peer": SAM.peer_id}),
             (tool_options.CharterOptions, {}),
         ):
-            command = {"BanOptions": "ban", "UnbanOptions": "unban", "CharterOptions": "charter"}[
-                kind.__name__
-            ]
+            command = {"BanOptions": "ban", "UnbanOptions": "ban", "CharterOptions": "charter"}[kind.__name__]
             with pytest.raises(SetupError, match=rf"--owner is not the key of the owner of {NAME}: its fing"):
                 await getattr(commands, f"run_{command}")(given(kind, owner=keys / "kim.key", **more))
         with pytest.raises(SetupError, match="only the owner changes a charter: give its key as --owner"):
@@ -358,6 +356,20 @@ async def test_a_charter_is_changed_and_shown(
             no_such = given(tool_options.CharterOptions, owner=keys / "owner.key", trusted_stages=(0, number))
             with pytest.raises(SetupError, match=f"--trusted-stages {number}: run 'counting' has stages 0 "):
                 await commands.run_charter(no_such)
+
+
+@virtual
+@pytest.mark.parametrize("more", [{"trainers": "open"}, {"name_trainer": (KIM.peer_id,)}])
+async def test_a_charter_does_not_seem_to_add_trainers_to_those_that_the_manifest_names(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, keys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of every run that `swarm init` makes: `trainers: open` was shown, and nobody was admitted by it."""
+    run = replace(RUN, admission=replace(RUN.admission, trainers=(SAM.peer_id,)))
+    async with a_run(monkeypatch, charter=False, run=run) as peers:
+        await peers[0].directory.charters.publish(charter_of(run=run.id), OWNER)
+        with pytest.raises(SetupError, match="change nothing: the manifest of 'counting' names its trainers"):
+            await commands.run_charter(given(tool_options.CharterOptions, owner=keys / "owner.key", **more))
+    assert capsys.readouterr().out == ""
 
 
 @virtual
