@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from peers.api.background import as_in_peers
 from peers.api.example import columns_of, copied, largest_of, rehearse, rows_of, sample_of
 from peers.api.module_text import module_text
+from peers.events import unlogged
 from peers.options import data_file
 from peers.programs.manifest_pinning import pinned
 from peers.storage import cache_folder, written
@@ -110,7 +111,8 @@ class Run:
             self._complete(found, files, tokenizer, start, eval_data, code)
         except SetupError:
             if example is not None:
-                example.trace()  # to tell what is wrong by its own lines, not those of the text
+                with unlogged():
+                    example.trace()  # to tell what is wrong by its own lines, not those of the text
             raise
         if example is not None:
             rehearse(example, halves=self.terms.dtype == "bfloat16")

@@ -261,8 +261,7 @@ def run_eval(options: EvalOptions) -> None:
         return
     run = model.run
     text = run.data.source != "code"
-    own = "the text of its training" if text else "those of its training"
-    where = ", ".join(str(path).rpartition("/")[2] for path in options.data) or own
+    where = ", ".join(str(path).rpartition("/")[2] for path in options.data) or "its training's data"
     words, size = "", ""
     if text:
         words = f", perplexity {found.perplexity:.4g}, {found.bits_per_byte:.4f} bits per byte"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import io
+import logging
 import os
 import random
 import signal
@@ -582,6 +584,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_cannot_be_trained_is_refused_by_name_at_once(changed: dict[str, Any], text: str) -> None:
     with pytest.raises(SetupError, match=text):
         run(**changed)
+
+
+def test_of_what_cannot_be_traced_one_sentence_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch logs 300 lines of it, and the model is traced once more to tell of its own lines."""
+    told = logging.StreamHandler(io.StringIO())
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handlers", [told])
+    with pytest.raises(SetupError, match="Linear cannot be traced"):
+        run(model=nn.Linear(4, 3))
+    assert told.stream.getvalue() == ""
 
 
 def test_more_processes_than_a_machine_bears_are_not_started() -> None:

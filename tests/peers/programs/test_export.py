@@ -393,7 +393,7 @@ def test_the_command_evaluates_the_training_text_or_any_other(
     shown = capsys.readouterr().out
     assert "bits per byte" in shown and "from other.txt" in shown
     assert main(["eval", "--model", str(model)]) == Exit.OK
-    assert "64 samples of 16 tokens from the text of its training" in capsys.readouterr().out
+    assert "64 samples of 16 tokens from its training's data" in capsys.readouterr().out
 
 
 def test_a_run_that_names_its_trainers_is_measured_on_any_text(text: Path, tmp_path: Path) -> None:
