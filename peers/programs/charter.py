@@ -57,11 +57,11 @@ def run_init(options: tool_options.InitOptions) -> None:
     taken = [name for name in ("owner.key", "run.toml", "charter") if (folder / name).exists()]
     if taken:
         raise SetupError(f"{folder / taken[0]} is there already: name another folder for another run")
+    check_text(options.data)
     run = replace(demo_run(), checkpoint_every=CHECKPOINT_EVERY)
     if options.manifest is not None:
         run = load_run(options.manifest)
     elif options.data:
-        check_text(options.data)
         run = replace(run, data=replace(run.data, source="files"))
     if run.admission.owner:
         raise SetupError("the manifest has an owner already (admission.owner): leave it out, a key is made")

@@ -59,8 +59,11 @@ def opened(path: Path) -> IO[bytes]:
 
 
 def chunks(path: Path) -> Iterator[bytes]:
-    """What a file that is one document holds. Raises SetupError: it cannot be read to its end."""
+    """What a file that is one document holds. Raises SetupError: it is no text, or cannot be read whole."""
     with _said(path), opened(path) as file:
+        if b"\0" in (first := file.read(4096)):  # bytes could be trained on, whatever they are of
+            raise SetupError(f"{path} is not text: it has null bytes. Convert it (UTF-16: by iconv)")
+        yield first
         yield from iter(partial(file.read, CHUNK_BYTES), b"")
 
 

@@ -511,6 +511,7 @@ sys.exit(main(sys.argv[1:]))
         ),
         (["demo", "--data", sys.executable], Exit.SETUP, "is not text: it has null bytes; give a text file"),
         (["init", "x", "--data", sys.executable], Exit.SETUP, "is not text: it has null bytes; give a text"),
+        (["init", "x", "--manifest", "no", "--data", sys.executable], Exit.SETUP, "is not text: it has null"),
         (
             ["audit", *NEEDED["audit"], "--identity", "typo.key"],
             Exit.SETUP,

@@ -124,6 +124,15 @@ def test_each_row_is_a_document_with_an_end(
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == words.read_bytes()
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_what_is_no_text_is_not_made_into_tokens_byte_by_byte(tmp_path: Path, name: str) -> None:
+    """A scan, or a text in UTF-16, would have trained a model on nonsense, and nothing said so."""
+    path, text = tmp_path / name, TEXTS[0].encode("utf-16")
+    path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    with pytest.raises(SetupError, match=f"{name} is not text: it has null bytes. Convert it"):
+        list(documents.chunks(path))
+
+
 @pytest.mark.slow  # it starts processes
 def test_a_text_is_one_document_and_bytes_need_no_tokenizer(
     tmp_path: Path, words: Path, capsys: pytest.CaptureFixture[str]
