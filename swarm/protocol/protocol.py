@@ -162,6 +162,7 @@ class StepProtocol:
             and now - self._checked_s >= CHECK_S
             and local.joined
             and self.stuck_s(now=now) > restore_s
+            and self._me in self._coordinator.members  # what the last one said of it was looked into
             and self.coordinates(self._stage, now=now)
         ):
             self._checked_s = now

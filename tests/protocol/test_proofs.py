@@ -16,7 +16,7 @@ from swarm.manifest import Run
 from swarm.protocol.ledger import Ledger
 from swarm.protocol.messages import Directive, RunStatus, StepDirective
 from swarm.protocol.proofs import Belief, proves, signed_report
-from swarm.protocol.replica import ApplyStep, AskAbsent, Fetch, Local, follow, report_of
+from swarm.protocol.replica import ApplyStep, AskAbsent, Fetch, Local, RestoreStage, follow, report_of
 from swarm.protocol.rounds import Commit, FetchResult, Prepared, Proof, StepReport
 from swarm.records import PeerRecord
 from tests.protocol.test_by_voice import NOW, RUN, TRAINER, protocol_of, record, report, tell
@@ -321,6 +321,21 @@ def test_who_coordinates_the_run_takes_nobodys_voice_by_saying_that_it_is_far_ah
         assert this.run_status == status
         assert set(this.belief.voice(1)) == {"ann", "bob", "cid"}
         assert not this.believes(made_up, GENERATION) and not this._agreed.commits
+
+
+def test_a_stage_is_not_lost_on_the_word_of_the_one_that_coordinated_it_last() -> None:
+    """It said that the stage is behind for an hour, and the next one had the run go back at once."""
+    records = [record("zoe", 0, steps=40), record("ann", steps=60), record("bob", steps=40)]
+    this, by_stage = protocol_of("bob", *records), {0: records[:1], 1: records[2:]}
+    said = Directive(run=RUN.id, stage=1, coordinator="ann", version=0, behind_s=3600)
+    this.hear_directive("ann", said, now=NOW)
+    local, later = Local(generation=GENERATION, version=0, steps={}, commits={}), NOW + 5.0
+    assert this.stuck_s(now=NOW) == 3600.0
+    for _ in range(2):
+        this.observe(local, by_stage, now=later)
+        assert this.coordinates(1, now=later) and RestoreStage() not in this.ready(now=later).actions
+        this.speak(now=later)
+        assert this.stuck_s(now=later) == 0.0
 
 
 def test_who_had_nothing_of_a_step_is_asked_again_once_there_is_a_result() -> None:
