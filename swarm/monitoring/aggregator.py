@@ -28,8 +28,8 @@ from swarm.monitoring.health import (
     StageHealth,
     SwarmHealth,
 )
-from swarm.monitoring.history import History, median
-from swarm.protocol.voice import heard
+from swarm.monitoring.history import History
+from swarm.protocol.voice import heard, median
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import PeerStatus
 

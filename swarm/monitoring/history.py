@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 from swarm.floats import mean_of
-from swarm.ids import PeerId, Position
+from swarm.ids import PeerId
 from swarm.manifest import Run
-from swarm.protocol.voice import heard, weight
+from swarm.protocol.voice import heard, median
 from swarm.wire.messages import PastStep, PeerStatus
 
 MAX_POINTS = 1000
@@ -17,7 +16,6 @@ MAX_POINTS = 1000
 MAX_TELLERS = 5
 """Of one step of an island: so many peers are heard about it."""
 
-T = TypeVar("T", Position, int, float)
 Voice = Mapping[PeerId, int]
 
 
@@ -94,15 +92,3 @@ class History:
         """What was said of the step to a version by those whose word counts, and of which island they are."""
         by = self._past.get(version, {})
         return [(peer, *by[peer]) for peer in heard(by, voice)]
-
-
-def median(said: Sequence[tuple[T, PeerId]], voice: Voice, *, high: bool) -> T:
-    """The median of what peers say, each by its voice; of two the higher one, or the lower one."""
-    ordered = sorted(said)
-    half = sum(weight(peer, voice) for _, peer in ordered) / 2
-    so_far = 0
-    for value, peer in ordered:
-        so_far += weight(peer, voice)
-        if so_far > half or (so_far == half and not high):
-            return value
-    raise AssertionError("nothing was said")

@@ -20,7 +20,7 @@ from swarm.protocol.ledger import forget_before
 from swarm.protocol.messages import ReplicaReport, StageSummary
 from swarm.protocol.rounds import PROOFS, Commit, FetchResult, Prepared, Proof
 from swarm.protocol.statements import Signer, Statement, is_signed, sign
-from swarm.protocol.voice import Electorate, heard, voice_of, weight
+from swarm.protocol.voice import Electorate, heard, median, voice_of, weight
 from swarm.records import PeerRecord, Voucher
 
 KEPT_STEPS = 2
@@ -128,6 +128,16 @@ class Belief:
         there, voice = self._others()
         counting = sorted(heard([r.peer for r in there if r.version > version], voice))
         return {counting[number % len(counting)]} if counting else set()
+
+    def borne_out(self) -> int:
+        """The furthest version that most of the others of some stage, by voice, say that they have."""
+        said = [0]
+        for stage, records in self._peers.items():
+            at = {record.peer: record.version for record in records if record.state == "serving"}
+            at |= {self._signer.peer_id: self._version} if stage == self._stage else {}
+            if counted := heard(at, voice := self.voice(stage)):
+                said.append(median([(at[peer], peer) for peer in counted], voice, high=False))
+        return max(said)
 
     def is_passed(self, version: int) -> bool:
         """Whether most of the others, by voice, say that they are past a version, and half of those of this

@@ -352,8 +352,8 @@ class StepProtocol:
                 self._followed_s = now
             began = now - min(max(0, directive.behind_s), MAX_BEHIND_S)
             self._behind_since = began if directive.behind_s > 0 else None
-            if self._stage == 0:
-                self.run_status = directive.run_status
+            if self._stage == 0 and self._follows(directive.run_status.generation, now):
+                self.run_status = self._borne_out(directive.run_status)
         known = self._agreed.known(self._local)
         self._actions += replica.follow(self._me, self._local, directive, known, now=now)
 
@@ -555,9 +555,18 @@ class StepProtocol:
             self._soon |= self._coordinator.summary_heard(told, sender, self.belief.lacking)
         leads = sender in (self.coordinator(0, now=now), self.run_status.run_coordinator)
         if leads and self._follows(status.generation, now):
-            self.run_status = status
+            self.run_status = self._borne_out(status)
         if self._agreed.known(self._local) != known and self.coordinates(self._stage, now=now):
             self._soon = True
+
+    def _borne_out(self, status: RunStatus) -> RunStatus:
+        """A status of the run, which is no further than its peers bear out: stages would take themselves for
+        lost, and trainers believe no peer of stage 0.
+        """
+        said, mine = status.version, self._local.version
+        if said <= mine or not self.belief.needs_proof:
+            return status
+        return replace(status, version=min(said, max(mine, self.belief.borne_out())))
 
     # -- generations ------------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from swarm.ids import Microbatch, PeerId, Stage
+from swarm.ids import Microbatch, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.statements import Signer, Statement, is_signed, sign
@@ -35,6 +36,8 @@ and turn to another coordinator in the same step. Where each did so when it saw 
 reports: most of a step was computed again, and once a run stood still for 35 s."""
 VALID_STEPS = 200
 """A voucher counts for so many steps. A peer that is found lying, or stops working, gets no other."""
+
+T = TypeVar("T", Position, int, float)
 
 
 class Worked(Statement, frozen=True, array_like=True):
@@ -99,6 +102,18 @@ def heard(peers: Iterable[PeerId], voice: Mapping[PeerId, int]) -> list[PeerId]:
 def weight(peer: PeerId, voice: Mapping[PeerId, int]) -> int:
     """How much a word of a peer that is heard counts."""
     return voice.get(peer, 1)
+
+
+def median(said: Sequence[tuple[T, PeerId]], voice: Mapping[PeerId, int], *, high: bool) -> T:
+    """The median of what peers say, each by its voice; of two the higher one, or the lower one."""
+    ordered = sorted(said)
+    half = sum(weight(peer, voice) for _, peer in ordered) / 2
+    so_far = 0
+    for value, peer in ordered:
+        so_far += weight(peer, voice)
+        if so_far > half or (so_far == half and not high):
+            return value
+    raise AssertionError("nothing was said")
 
 
 class Electorate:

@@ -510,7 +510,8 @@ def test_a_commit_is_found_by_who_serves_now_and_believed_by_who_served_when_the
 
 
 def test_one_that_does_not_coordinate_the_run_tells_commits_and_nothing_else() -> None:
-    run = (record("zoe", 0, steps=60), record("yan", 0, steps=40), record("liar", 0))
+    zoe = msgspec.structs.replace(record("zoe", 0, steps=60), version=9)
+    run = (zoe, record("yan", 0, steps=40), record("liar", 0))
     lie = RunStatus(run=RUN.id, version=9, run_coordinator="yan")
     this = protocol_of("ann", record("ann", steps=60), *run)
     this.run_status_came("yan", lie, now=NOW)

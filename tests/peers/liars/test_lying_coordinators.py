@@ -138,6 +138,15 @@ def commits_nothing(liar: StepProtocol) -> None:
     liar._run_coordinator.decide = decide  # type: ignore[method-assign]
 
 
+def says_that_the_run_is_further(liar: StepProtocol) -> None:
+    honest = liar._run_coordinator.decide  # type: ignore
+
+    def decide(*args: Any) -> RunStatus:
+        return msgspec.structs.replace(honest(*args), version=STEPS)
+
+    liar._run_coordinator.decide = decide  # type: ignore[method-assign]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "lie"),
@@ -148,8 +157,9 @@ def commits_nothing(liar: StepProtocol) -> None:
             (1, hides_that_its_stage_is_ready),
             (1, says_that_its_stage_is_further),
             (0, commits_nothing),
+            (0, says_that_the_run_is_further),
         ],
-        quick=[(1, retracts_in_each_round), (0, commits_nothing)],
+        quick=[(1, retracts_in_each_round), (0, commits_nothing), (0, says_that_the_run_is_further)],
     ),
 )
 async def test_a_coordinator_that_ends_no_step_costs_its_budget(
