@@ -83,11 +83,8 @@ class Waits(msgspec.Struct):
     def late(self, t: int, *, now: float, least_s: float = 0.0) -> dict[PeerId, float]:
         """The replicas that step `t` has waited for longer than usual, and than `least_s`; since when."""
         limit_s = max(least_s, self.usual.limit_s)
-        return {
-            peer: since_s
-            for (step, peer), (since_s, _) in self._open.items()
-            if step == t and now - since_s > limit_s
-        }
+        of_step = {peer: since_s for (step, peer), (since_s, _) in self._open.items() if step == t}
+        return {peer: since_s for peer, since_s in of_step.items() if now - since_s > limit_s}
 
 
 class _Ledger(msgspec.Struct):
@@ -266,11 +263,8 @@ class Blame:
         """
         claimed = union_of(report.in_progress for report in reports.values())
         lacking = everything(self._microbatches(t)) & ~union_of(report.done for report in reports.values())
-        waits = {
-            peer: report.done
-            for peer, report in reports.items()
-            if peer != self._me and report.in_progress & lacking
-        }
+        others = {peer: report for peer, report in reports.items() if peer != self._me}
+        waits = {peer: report.done for peer, report in others.items() if report.in_progress & lacking}
         self._computing.note(t, waits if lacking and not lacking & ~claimed else {}, now=now)
         own = reports.get(self._me, StepReport(t=t))
         if own.in_progress and not own.done:
@@ -280,10 +274,7 @@ class Blame:
         late = self._computing.late(t, now=now, least_s=self._first.limit_s)
         for peer, since_s in late.items():
             self._backoff.charge(peer, t=t, since_s=since_s, now=now)
-        return {
-            peer: replace(report, in_progress=NOTHING) if peer in late else report
-            for peer, report in reports.items()
-        }
+        return {**reports, **{peer: replace(reports[peer], in_progress=NOTHING) for peer in late}}
 
     def retracting(
         self, at: tuple[int, Generation], by: Mapping[PeerId, int], reports: Mapping[PeerId, StepReport], *,

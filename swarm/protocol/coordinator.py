@@ -121,11 +121,8 @@ class StageCoordinator:
 
     def present(self) -> dict[PeerId, ReplicaReport]:
         """The reports of the present generation. The other replicas have to roll back first."""
-        return {
-            peer: member.report
-            for peer, member in self.members.items()
-            if member.report.generation == self._agreed.generation
-        }
+        at, members = self._agreed.generation, self.members.items()
+        return {peer: member.report for peer, member in members if member.report.generation == at}
 
     def newest_version(self) -> int:
         """The newest version of the stage. A generation that no replica has entered begins at its start.
@@ -295,11 +292,8 @@ class StageCoordinator:
             return set()  # they are told to fetch that
         running = decision.round if isinstance(decision, rounds.Plan) else ""
         confirmed, now = rounds.held_by_word(steps, self.voice), self.members[self._me].seen_s
-        alone = {
-            peer: step.prepared.round
-            for peer, step in steps.items()
-            if step.prepared is not None and peer not in confirmed
-        }
+        held = {peer: step.prepared for peer, step in steps.items() if peer not in confirmed}
+        alone = {peer: prepared.round for peer, prepared in held.items() if prepared is not None}
         since = self._alone_since[t] = {at: before.get(at, now) for at in alone.items()}
         return {peer for peer, name in alone.items() if name != running or now - since[peer, name] > ALONE_S}
 
@@ -447,11 +441,8 @@ class RunCoordinator:
 
     def present(self) -> dict[Stage, StageSummary]:
         """The summaries of the stages that are in the present generation."""
-        return {
-            stage: said.summary
-            for stage, said in self.stages.items()
-            if said.summary.generation == self._agreed.generation
-        }
+        at, stages = self._agreed.generation, self.stages.items()
+        return {stage: said.summary for stage, said in stages if said.summary.generation == at}
 
     def decide(
         self, losses: dict[int, float], local: Local, believes: Callable[[Commit], bool] = lambda _: True

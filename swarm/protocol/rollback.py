@@ -173,15 +173,11 @@ def worth_waiting_s(start: int, run_version: int, checkpoint_every: int) -> floa
 def check_generation(generation: Generation, run: Run) -> None:
     """Refuse a generation that no peer of the run can be in."""
     if not (0 <= generation.number <= MAX_GENERATIONS and 0 <= generation.start <= run.steps):
-        raise Refused(
-            f"an impossible generation: {generation.number} of at most {MAX_GENERATIONS}, "
-            f"from version {generation.start}"
-        )
+        said = f"{generation.number} of at most {MAX_GENERATIONS}, from version {generation.start}"
+        raise Refused(f"an impossible generation: {said}")
     if not (0 <= generation.lost_stage < run.S and 0 <= generation.lost_version <= run.steps):
-        raise Refused(
-            f"an impossible generation: stage {generation.lost_stage} of {run.S} was lost at version "
-            f"{generation.lost_version}"
-        )
+        said = f"stage {generation.lost_stage} of {run.S} was lost at version {generation.lost_version}"
+        raise Refused(f"an impossible generation: {said}")
 
 
 def check_position(generation: Generation, version: int, run: Run, *, what: str) -> None:
