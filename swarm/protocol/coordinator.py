@@ -69,8 +69,7 @@ class Agreed:
 
     def known(self, local: Local) -> dict[int, Commit]:
         """The commits of the present generation: heard of, or taken by this replica."""
-        taken = local.commits if local.generation == self.generation else {}
-        return {**taken, **self.commits}
+        return {**(local.commits if local.generation == self.generation else {}), **self.commits}
 
 
 class Member(msgspec.Struct, frozen=True):
