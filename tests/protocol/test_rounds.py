@@ -129,9 +129,8 @@ def test_a_crowd_of_strangers_that_have_nothing_is_in_no_round() -> None:
     own = {"a": StepReport(t=T, done=Bitmap(ALL & ~1)), "x000": StepReport(t=T, done=Bitmap(1))}
 
     def members(reports: Mapping[str, StepReport], voice: Mapping[str, int]) -> tuple[str, ...]:
-        decision = decide(RUN, STAGE, T, M, NUMEL, reports, None, {}, voice)
-        assert isinstance(decision, Reduce)
-        plan = decision.plan
+        plan = decide(RUN, STAGE, T, M, NUMEL, reports, None, {}, voice)
+        assert isinstance(plan, Plan)
         assert all(
             check_plan(plan, run=RUN, stage=STAGE, t=T, microbatches=M, numel=NUMEL, me=me, done=done) is None
             for me, done in zip(plan.members, plan.ledgers, strict=True)
