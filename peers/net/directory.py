@@ -326,10 +326,8 @@ class ManifestKeeper:
                 return run
             if now_s() >= deadline:
                 refused = ", ".join(sorted(self._storage.check.rejected)[:3])
-                raise SetupError(
-                    f"no peer here knows a run {run_id}: check the id, and that a peer of that run is up"
-                    + (f" (refused from others: {refused})" if refused else "")
-                )
+                text = f"no peer here knows a run {run_id}: check the id, and that a peer of that run is up"
+                raise SetupError(text + (f" (refused from others: {refused})" if refused else ""))
             if self._storage.online:
                 await self._storage.search([place])
             await asyncio.sleep(0.3)

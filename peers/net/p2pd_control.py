@@ -218,7 +218,10 @@ class DaemonControl:
         """Answer the short calls of peers from now on. Raises ControlError."""
         self._handler = handler
         request = p2pd_pb2.AddUnaryHandlerRequest(proto=_SHORT_CALLS, balanced=False)
-        await self._lasting(addUnaryHandler=request)
+        try:
+            await within(self._lasting(addUnaryHandler=request), self._timeout_s)
+        except asyncio.TimeoutError:
+            raise ControlError(f"no answer within {self._timeout_s:g} s") from None
 
     async def call_peer(self, peer: PeerId, data: bytes) -> bytes:
         """The answer to a short call. Raises ControlError: there is none, or it is an error."""

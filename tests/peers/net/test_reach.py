@@ -190,3 +190,15 @@ async def test_a_name_that_is_announced_is_looked_up_once(monkeypatch: pytest.Mo
             assert node.addresses == (f"/ip4/192.0.2.7/tcp/31337/p2p/{daemon.peer_id}",)
         assert "-announceAddrs=/ip4/192.0.2.7/tcp/31337" in daemon._flags()
     assert looked_up == ["home.example"]
+
+
+async def test_a_p2pd_that_hangs_as_it_is_asked_for_calls_is_not_waited_for_without_end() -> None:
+    """It was, where one hung right after its start: it was never probed again, and its peer not reached."""
+    control = DaemonControl(Path("none"))
+    control._writer = SimpleNamespace(is_closing=lambda: False, write=lambda data: None)  # type: ignore[assignment]
+
+    async def handler(data: bytes, peer: str) -> bytes:
+        return b""
+
+    with pytest.raises(ControlError, match=r"^no answer within 5 s$"):
+        await asyncio.wait_for(control.serve_calls(handler), 60.0)
