@@ -143,10 +143,8 @@ class Identity:
         except OSError as error:
             raise SetupError(f"cannot read the identity file {path}: {error.strerror}") from None
         except ValueError as error:
-            raise SetupError(
-                f"{path} is not an identity file: {error}. Move it away to get a new identity, "
-                "or name another file."
-            ) from None
+            what = "Move it away to get a new identity, or name another file."
+            raise SetupError(f"{path} is not an identity file: {error}. {what}") from None
 
 
 # --- addresses ----------------------------------------------------------------------------------------------
@@ -266,10 +264,11 @@ def host_part(host: str) -> str:
         version = ipaddress.ip_address(host.strip("[]")).version
     except ValueError:
         try:
-            host = str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+            found = socket.getaddrinfo(host, None, 0, socket.SOCK_STREAM)
         except OSError:
             raise SetupError(f"{host!r} is not an address and has no name server entry") from None
-        version = 4
+        host = str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])  # IPv4, if there is any
+        version = ipaddress.ip_address(host).version
     return f"/ip{version}/{host.strip('[]')}"
 
 

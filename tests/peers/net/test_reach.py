@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from peers.clock import now_s
 from peers.net.dht_storage import DhtStorage
-from peers.net.identity import AddressBook, Identity
+from peers.net.identity import AddressBook, Identity, to_multiaddr
 from peers.net.nat import MAX_PER_HOST, AskReach, DialBack, Reached, conclude
 from peers.net.node import Node
 from peers.net.p2pd import Daemon, DaemonOptions
@@ -190,6 +191,30 @@ async def test_a_name_that_is_announced_is_looked_up_once(monkeypatch: pytest.Mo
             assert node.addresses == (f"/ip4/192.0.2.7/tcp/31337/p2p/{daemon.peer_id}",)
         assert "-announceAddrs=/ip4/192.0.2.7/tcp/31337" in daemon._flags()
     assert looked_up == ["home.example"]
+
+
+@pytest.mark.parametrize(
+    ("leads_to", "announced"),
+    [
+        (["2600::7"], "/ip6/2600::7/tcp/1"),
+        (["2600::7", "192.0.2.7"], "/ip4/192.0.2.7/tcp/1"),
+        (["192.0.2.7"], "/ip4/192.0.2.7/tcp/1"),
+    ],
+)
+def test_a_name_with_an_address_of_ipv6_only_is_announced(
+    monkeypatch: pytest.MonkeyPatch, leads_to: list[str], announced: str
+) -> None:
+    """It was said to have no name server entry."""
+
+    def getaddrinfo(host: str, port: None, family: int, kind: int) -> list[tuple[Any, ...]]:
+        kinds = {":": socket.AF_INET6, ".": socket.AF_INET}
+        found = [(kinds[":" if ":" in ip else "."], kind, 0, "", (ip, 0)) for ip in leads_to]
+        if not (asked := [one for one in found if family in (0, one[0])]):
+            raise socket.gaierror(-5, "No address associated with hostname")
+        return asked
+
+    monkeypatch.setattr("socket.getaddrinfo", getaddrinfo)
+    assert to_multiaddr("home.example:1") == announced
 
 
 async def test_a_p2pd_that_hangs_as_it_is_asked_for_calls_is_not_waited_for_without_end() -> None:
