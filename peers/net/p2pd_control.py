@@ -255,6 +255,7 @@ class DaemonControl:
                 message = p2pd_pb2.PersistentConnectionResponse()
                 message.ParseFromString(await _read_message(reader))
                 self._heard(message)
+                await asyncio.sleep(0)  # many may be here: those before are worked on, and other streams read
         finally:
             if self._writer is not None:
                 self._writer.transport.abort()

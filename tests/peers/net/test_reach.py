@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from peers.clock import now_s
+from peers.net._hivemind import p2pd_pb2
 from peers.net.dht_storage import DhtStorage
 from peers.net.identity import AddressBook, Identity, to_multiaddr
 from peers.net.nat import MAX_PER_HOST, AskReach, DialBack, Reached, conclude
 from peers.net.node import Node
 from peers.net.p2pd import Daemon, DaemonOptions
-from peers.net.p2pd_control import ControlError, DaemonControl, NobodyListens
+from peers.net.p2pd_control import ControlError, DaemonControl, NobodyListens, _delimited
 from swarm.errors import Busy
 from swarm.wire.messages import pack
 
@@ -227,3 +228,25 @@ async def test_a_p2pd_that_hangs_as_it_is_asked_for_calls_is_not_waited_for_with
 
     with pytest.raises(ControlError, match=r"^no answer within 5 s$"):
         await asyncio.wait_for(control.serve_calls(handler), 60.0)
+
+
+async def test_of_many_calls_that_one_makes_at_once_none_keeps_others_out() -> None:
+    """All that had come were read before any was worked on, and from the 513th on they were too many."""
+    control, reader, said = DaemonControl(Path("none")), asyncio.StreamReader(), list[Any]()
+    control._writer = SimpleNamespace(  # type: ignore[assignment]
+        is_closing=lambda: False, write=said.append, transport=SimpleNamespace(abort=lambda: None)
+    )
+
+    async def handler(data: bytes, peer: str) -> bytes:
+        return b"pong"
+
+    control._handler = handler
+    for number in range(1000):
+        asked = p2pd_pb2.CallUnaryRequest(peer=b"1", proto="swarm.dht", data=b"ping")
+        call = p2pd_pb2.PersistentConnectionResponse(callId=number.to_bytes(16, "big"), requestHandling=asked)
+        reader.feed_data(_delimited(call))
+    reader.feed_eof()
+    with pytest.raises(ControlError, match="closed the connection"):
+        await control._read_calls(reader)
+    await asyncio.sleep(1.0)
+    assert len(said) == 1000 and not [answer for answer in said if b"too busy" in answer]
