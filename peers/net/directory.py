@@ -149,13 +149,13 @@ class NetDirectory:
             await self.reader.read_some()
 
     def _watch_clock(self) -> None:
-        """Say that the machine's clock jumped, and announce ourselves again at once: what we announced was
-        refused, or has expired."""
+        """Say that the machine slept, or its clock jumped, and announce ourselves again at once: what we
+        announced was refused, or has expired."""
         offset_s = unix_s() - now_s()
         jump_s, self._clock_offset_s = offset_s - self._clock_offset_s, offset_s
         if abs(jump_s) > CLOCK_JUMP_S:
-            text = "this machine's clock jumped by %+.0f s. While it is wrong, other peers refuse our "
-            logger.warning(text + "record: set it (NTP)", jump_s)
+            text = "this machine slept, or its clock jumped by %+.0f s. While that is wrong, other peers "
+            logger.warning(text + "refuse our record: set it (NTP)", jump_s)
             self._stored_at = self._manifests.stored_at = -math.inf
 
     def watch(self, stages: Collection[Stage] | None) -> None:
