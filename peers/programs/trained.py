@@ -259,11 +259,9 @@ def run_eval(options: EvalOptions) -> None:
     if options.json:
         print(msgspec.json.encode(found).decode())  # what is not finite becomes null
         return
-    run = model.run
-    text = run.data.source != "code"
     where = ", ".join(str(path).rpartition("/")[2] for path in options.data) or "its training's data"
-    words, size = "", ""
-    if text:
+    run, words, size = model.run, "", ""
+    if run.data.source != "code":
         words = f", perplexity {found.perplexity:.4g}, {found.bits_per_byte:.4f} bits per byte"
         size = f" of {run.data.sequence_length} tokens"
     print(

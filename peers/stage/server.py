@@ -284,6 +284,9 @@ class StagePeer:
         for step in self._unfinished():
             lost = events.count(step.ledger.done.bit_count(), "microbatch")
             self._emit(events.Note(text=f"run again by others: {lost} of step {step.t}"))
+        if not (core.replicas() or self._returns) and 0 < core.version < self._run.steps:
+            text = f"no other peer serves stage {self.stage}: what was done since the last checkpoint is lost"
+            self._emit(events.Trouble(text=text))
         steps = max(0, core.version - self._first_version)
         self._emit(events.Contributed(microbatches=core.computed, steps=steps))
         if not self._returns:
@@ -303,8 +306,7 @@ class StagePeer:
         """Wait until a replica that stays has these weights: two that leave would take them along.
 
         One that leaves the run waits for the steps that its sums are part of, too, and the last one for a
-        newcomer. What a pause or a move would wait for is run again instead: it is less than what the peer
-        could compute meanwhile, and the owner of a machine comes first.
+        newcomer. What a pause or a move would wait for is run again: the owner of a machine comes first.
         """
         silent = False
         while now_s() < until:

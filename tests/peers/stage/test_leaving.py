@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from peers.clock import now_s
-from peers.events import AddedUp, Note, StageLost, Stepped
+from peers.events import AddedUp, Note, StageLost, Stepped, Trouble
 from swarm.manifest import Run, audit_run
 from tests.peers.loops import Swarm, swarm
 
@@ -127,6 +127,19 @@ async def test_peers_that_leave_together_do_not_wait_for_what_none_of_them_will_
             peer.leave()
         await asyncio.gather(*(task for name, task in built.tasks.items() if name != "first"))
         assert now_s() - began_s < 5.0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_the_last_of_a_stage_says_what_is_lost_when_it_leaves(replicas: int) -> None:
+    """Its owner read "Thank you", and found the next day that the run had gone back to its start."""
+    async with swarm(a_run(steps=9), replicas=replicas) as built:
+        await built.until_serving()
+        built.add_trainer("trainer")
+        await built.until_version(2)
+        await leaves(built, "s1p0")
+        words = "no other peer serves stage 1: what was done since the last checkpoint is lost"
+        assert (words in [event.text for event in built.seen(Trouble)]) == (replicas == 1)
 
 
 @pytest.mark.asyncio
