@@ -107,12 +107,12 @@ def run_init(options: tool_options.InitOptions) -> None:
         key = f" --identity {here}/peer{stage}.key" if f"peer{stage}" in keys else ""
         print(f"    {program()} peer @join.txt --stage {stage}{key}{start}{code}")
     print(f"    {program()} keeper @join.txt --dir ckpt{code}\n    {program()} dashboard @join.txt")
-    print("Others join with join.txt alone:\n    swarm peer @join.txt --identity peer.key")
+    needs = {"open": "alone", "list": "once you named them (swarm charter)", "token": "and a --token each"}
+    print(f"Others join with join.txt {needs[options.peers]}:\n    swarm peer @join.txt --identity peer.key")
     if not (is_audited(run) and run.adds_exactly):  # see docs/threats.md
         print("Who lies in it nobody finds: it adds floats, or its codecs leave numbers out. Know them all")
     elif run.cells == run.S:
-        audit = f"{program()} audit @join.txt --identity {here}/auditor.key{code}"
-        print(f"If you like, audit them:\n    {audit}")
+        print(f"If you like, audit:\n    {program()} audit @join.txt --identity {here}/auditor.key{code}")
     if options.peers == "token":
         invite = f"{program()} invite --manifest {here}/run.toml --owner {here}/owner.key"
         print(f"Each of them needs a token:\n    {invite}")

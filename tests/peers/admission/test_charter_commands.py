@@ -96,6 +96,23 @@ def test_a_run_is_made_with_all_that_its_owner_needs(
     assert f"{folder}/owner.key is there already: name another folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("peers", "with_what"),
+    [
+        ("open", "join.txt alone:"),
+        ("list", "join.txt once you named them"),
+        ("token", "and a --token each:"),
+    ],
+)
+def test_what_others_need_to_join_is_said_as_the_charter_has_it(
+    peers: str, with_what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That join.txt alone is enough was said of runs that refuse who has no token, or is not on the list."""
+    assert init(tmp_path / "mine", "--manifest", str(unpinned(tmp_path)), "--peers", peers) == 0
+    said = capsys.readouterr().out
+    assert with_what in said and ("join.txt alone" in said) == (peers == "open")
+
+
 def test_the_keys_that_are_made_may_train_and_audit_beside_trainers_that_the_manifest_names(
     tmp_path: Path,
 ) -> None:
