@@ -58,8 +58,7 @@ def _offset(run: Run, number: int) -> int:
     place = permuted(f"mixture {run.seed} {turn}", place, total)
     for source, (weight, tokens) in enumerate(sources):
         if place < weight:
-            number = turn * weight + place
-            return start + _offset_in(run, f"{run.seed} {source}", tokens, number)
+            return start + _offset_in(run, f"{run.seed} {source}", tokens, turn * weight + place)
         place, start = place - weight, start + tokens
     raise AssertionError("a turn has as many places as its weights")
 

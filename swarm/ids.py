@@ -29,8 +29,7 @@ _GROUP = 5
 
 def fingerprint_of(owner: PeerId) -> str:
     """100 bits of the SHA-256 of an owner's id, which is the public key: `k3f7a-2xq4m-7dhzp-c5wta`."""
-    letters = base64.b32encode(hashlib.sha256(owner.encode()).digest()).decode().lower()
-    return _grouped(letters)
+    return _grouped(base64.b32encode(hashlib.sha256(owner.encode()).digest()).decode().lower())
 
 
 def _grouped(letters: str) -> str:

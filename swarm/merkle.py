@@ -77,8 +77,7 @@ def block_levels(block: bytes) -> list[bytes]:
 
 def level_bytes(size: int) -> list[int]:
     """How long each of the `block_levels` of a block of so many bytes is."""
-    levels = range(PART_LEVEL, BLOCK_LEVEL + 1)
-    return [NODE_BYTES * -(-size // (LEAF_BYTES << level)) for level in levels]
+    return [NODE_BYTES * -(-size // (LEAF_BYTES << level)) for level in range(PART_LEVEL, BLOCK_LEVEL + 1)]
 
 
 def block_count(size: int) -> int:

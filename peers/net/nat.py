@@ -240,8 +240,7 @@ async def relaying(
             return ""
         return next((f"{at}/p2p/{peer}" for at in places[peer] if _dialled(at) in ends), "")
 
-    answers = await asyncio.gather(*map(ask, places))
-    return tuple(filter(None, answers))[:MAX_RELAYS]
+    return tuple(filter(None, await asyncio.gather(*map(ask, places))))[:MAX_RELAYS]
 
 
 def _dialled(address: str) -> tuple[IpAddress | None, int] | None:

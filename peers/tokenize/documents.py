@@ -244,8 +244,7 @@ def shard_of(path: Path) -> Shard | None:
         return _of_megatron(path)
     with path.open("rb") as file:
         head = file.read(4)
-    skip = LLM_C_HEADER_BYTES if head == struct.pack("<I", LLM_C) else 0
-    return _shard(path, "uint16", skip)
+    return _shard(path, "uint16", LLM_C_HEADER_BYTES if head == struct.pack("<I", LLM_C) else 0)
 
 
 def _shard(path: Path, dtype: str, skip: int = 0, tokens: int | None = None) -> Shard:

@@ -268,8 +268,7 @@ class PlainStage:
         if spec.clip_norm:
             scale *= min(1.0, spec.clip_norm / (math.sqrt(squares) / M + 1e-6))
         for name, momentum in self.layout.statistics.items():
-            mean = totals[name] * (1.0 / M)
-            self.named[name].mul_(1.0 - momentum).add_(mean, alpha=momentum)
+            self.named[name].mul_(1.0 - momentum).add_(totals[name] * (1.0 / M), alpha=momentum)
         for name, dropped in self._dropped.items():
             dropped.copy_(dropped_after(totals[name], dropped, run.kept_bits))
         if run.delayed_updates:

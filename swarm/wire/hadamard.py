@@ -43,8 +43,7 @@ def dequantize(quantized: torch.Tensor, scales: torch.Tensor, numel: int) -> tor
     both = quantized.view(-1, BLOCK // 2).t()
     steps = torch.cat([both & 15, both >> 4]).float().sub_(8)
     # A GPU divides by a Python number by multiplying with its reciprocal, which rounds another way.
-    sizes = scales / torch.full_like(scales, _STEPS)
-    return _rotated(steps.mul_(sizes)).t().reshape(-1)[:numel]
+    return _rotated(steps.mul_(scales / torch.full_like(scales, _STEPS))).t().reshape(-1)[:numel]
 
 
 def _rotated(x: torch.Tensor) -> torch.Tensor:

@@ -76,8 +76,7 @@ def batch_norm(
     The buffers lend their form only. With a momentum of 1 torch's own update gives its statistics.
     """
     mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
-    y = torch.ops.aten.batch_norm.default(x, weight, bias, mean, var, True, 1.0, eps, cudnn)
-    return y, mean, var
+    return torch.ops.aten.batch_norm.default(x, weight, bias, mean, var, True, 1.0, eps, cudnn), mean, var
 
 
 def uniform(
