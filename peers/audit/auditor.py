@@ -79,6 +79,8 @@ class Auditor:
         """The step of which each was audited."""
         self._said: dict[Stage, str] = {}
         """The last note on each."""
+        self._comparing = False
+        """The result of a step that one took alone."""
         self._leaving, self._tasks = asyncio.Event(), TaskKeeper()
         self.audited = 0
         """Contributions that were computed again."""
@@ -146,20 +148,26 @@ class Auditor:
         """
         stage, before = compute.stage, self.audited
         asked = deque(self._shuffled(stage, t, self._voices.counted(stage), ""))
-        claim = None
+        claim, self._comparing = None, False
+
+        async def audit_result() -> None:
+            while not await self._audit_result(compute, t, only):
+                await asyncio.sleep(POLL_S)
+
+        looking = self._tasks.create_task(audit_result())  # beside claims: one may give its results slowly
         while asked and len(self._serving(stage)) > 1:
-            claiming = asyncio.ensure_future(self._claim(compute, t, asked[0]))
-            while not claiming.done():
-                if await self._audit_result(compute, t, only):
-                    await end_tasks([claiming])
-                    return
-                await asyncio.wait({claiming}, timeout=POLL_S)
+            claiming = self._tasks.create_task(self._claim(compute, t, asked[0]))
+            await asyncio.wait({looking, claiming}, return_when=asyncio.FIRST_COMPLETED)
+            if self._comparing:
+                await asyncio.wait({looking})
+            if looking.done() or (claiming.result() is None and await self._is_over(stage, t)):
+                await end_tasks([looking, claiming])
+                return
             if (claim := claiming.result()) is not None:
                 break
-            if await self._is_over(stage, t):
-                return
             asked.rotate()
-            await asyncio.sleep(POLL_S)
+            await asyncio.wait({looking}, timeout=POLL_S)
+        await end_tasks([looking])
         members = self._shuffled(stage, t, asked if claim is None else claim.plan.members, "")
         members = [m for m in members if (only is None or m in only) and self._last.get(m, -1) < t]
         for member in members:
@@ -216,6 +224,7 @@ class Auditor:
             # To an auditor that one might show another.
             if by and source not in by and vectors_digest([result], on_device=False) == digest:
                 if only is None or by[0] in only:
+                    self._comparing = True
                     await self._compare(compute, t, by[0], result)
                 return True
         return False

@@ -5833,8 +5833,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "an-auditor-asks-about-a-crowd",
         AUDITOR,
-        'self._voices.counted(stage), ""))\n        claim = None',
-        'self._serving(stage), ""))\n        claim = None',
+        'self._voices.counted(stage), ""))\n        claim',
+        'self._serving(stage), ""))\n        claim',
         "A hundred identities that are in no round keep an auditor from those that are.",
         ("test_auditor",),
     ),
@@ -6404,8 +6404,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "results-of-steps-taken-alone-are-not-audited",
         AUDITOR,
-        "                if await self._audit_result(compute, t, only):\n",
-        "                if False:\n",
+        "            while not await self._audit_result(compute, t, only):\n",
+        "            while True:\n",
         "One of two makes the sums of its stage up, and the owner's auditor sees nothing of it.",
         ("test_auditor",),
     ),

@@ -171,6 +171,36 @@ async def test_who_passes_all_on_to_a_stranger_has_what_it_adds_audited_as_well(
         assert auditor.found == {"s1p1"}
 
 
+async def test_who_gives_an_auditor_a_result_slowly_has_it_miss_no_contribution() -> None:
+    """It says that it has taken each step, so that it is asked for the results, and is busy: it was waited for
+    until all was forgotten.
+    """
+    run = run_of(steps=12)
+    async with swarm(run, replicas=(1, 3, 1)) as s:
+        await s.until_serving()
+        add_falsely(s.peers["s1p1"], 1000.0)
+        for peer in s.peers.values():  # they look where the auditor points
+            peer.contribution_audits._screen.strangest = lambda *_: None  # type: ignore[method-assign]
+        liar = s.network.peers["s1p1"].transport
+        status, (held, most) = liar.handlers["status"][0], liar.handlers["held"]
+
+        async def is_further(request: Request) -> Answer:
+            said = unpack((await status(request)).header, PeerStatus)
+            return Answer(pack(msgspec.structs.replace(said, version=min(run.steps, said.version + 1))))
+
+        async def slowly(request: Request) -> Answer:
+            if request.peer == AUDITOR:
+                await asyncio.sleep(30.0)
+            return await held(request)
+
+        liar.serve("status", is_further)
+        liar.serve("held", slowly, max_body_bytes=most)
+        s.add_trainer(TRAINER, window=1)
+        auditor = add_auditor(s, 1)
+        await s.until(lambda: auditor.found or s.finished, limit_s=120.0)
+        assert auditor.found == {"s1p1"}
+
+
 async def test_an_answer_that_a_member_hides_is_found_by_its_signature(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
