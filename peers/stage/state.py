@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -212,14 +212,15 @@ class StageCore:
         if commit is not None:
             self.commits[commit.t] = commit
 
-    async def open_steps(self) -> None:
-        """Close the steps that are over and open those that this version may work on."""
+    async def open_steps(self, before: Iterable[OpenStep] = ()) -> None:
+        """Close the steps that are over, open those that this version may work on. `before`: were open."""
         for t in [t for t in self.steps if t < self.version]:
             self.steps.pop(t).close()
         for t in range(self.version, self.newest_step() + 1):
             if t not in self.steps:
                 ledger = Ledger(t, self.run.microbatches(t), self.device.books.check)
                 step = self.steps[t] = OpenStep(t, ledger)  # before its sum: no other task opens it meanwhile
+                step.given = next((one.given for one in before if one.t == t), {})  # of that others may tell
                 await self._overwrite(t, self.compute.sums.begin, t)
                 self.opened(step)
         self.report_trigger.urgent()
@@ -231,8 +232,7 @@ class StageCore:
         step.close()
         await step.stopped()
         await self.device.run(Rank.STEP, step.t, self.compute.sums.drop, step.t)
-        await self.open_steps()
-        self.steps[step.t].given = step.given  # until it says other products others tell of those
+        await self.open_steps([step])
 
     async def retract(self, step: OpenStep, microbatches: int, *, later: bool = False) -> None:
         """Take microbatches out of the sum: run their backward again and subtract. `later`: they are false;
@@ -370,12 +370,12 @@ class StageCore:
             except SwarmError:
                 if self.joined:  # it stays where it was, and begins its steps again
                     await self.device.run(Rank.STEP, version, self.compute.sums.free)
-                    await self.open_steps()
+                    await self.open_steps(closed)
                 raise
             self.applied, self.commits, self.generation = None, {}, position.generation
             self.trail.begin(version)
             self.taken_at.clear()
-            await self.open_steps()
+            await self.open_steps(closed)
             await self.refresh_digest()
 
     def enter(self, generation: Generation) -> None:

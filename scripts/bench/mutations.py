@@ -9654,6 +9654,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         (
             "                step = self.steps[t] = OpenStep(t, ledger)  # before its sum: no "
             "other task opens it meanwhile\n"
+            "                step.given = next((one.given for one in before if one.t == t), {})  "
+            "# of that others may tell\n"
             "                await self._overwrite(t, self.compute.sums.begin, t)\n"
         ),
         (
@@ -9669,7 +9671,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "open-no-step-after-a-load-that-was-refused",
         STATE,
-        "                    await self.open_steps()\n                raise\n",
+        "                    await self.open_steps(closed)\n                raise\n",
         "                raise\n",
         "The last peer of a stage that was given a damaged state never takes a step again.",
         ("test_hung_device",),
