@@ -54,6 +54,8 @@ LOST_S = 6.0
 """A stage without a replica that has its weights is lost after this: they may be cut off shortly, and
 peers of other stages, with their disks, may come as late."""
 MAX_BEHIND_S = 3600
+UNBORNE_S = 25.0
+"""By then the turn of one that lies is over: after 10 s a step is late, and its coordinators have 12.5 s."""
 UNFOLLOWED_S = 3.0
 """Others hear within a second or two on whose turn it is."""
 LATELY = 1.5
@@ -353,7 +355,7 @@ class StepProtocol:
             began = now - min(max(0, directive.behind_s), MAX_BEHIND_S)
             self._behind_since = began if directive.behind_s > 0 else None
             if self._stage == 0 and self._follows(directive.run_status.generation, now):
-                self.run_status = self._borne_out(directive.run_status)
+                self.run_status = self._borne_out(directive.run_status, now)
         known = self._agreed.known(self._local)
         self._actions += replica.follow(self._me, self._local, directive, known, now=now)
 
@@ -555,16 +557,16 @@ class StepProtocol:
             self._soon |= self._coordinator.summary_heard(told, sender, self.belief.lacking)
         leads = sender in (self.coordinator(0, now=now), self.run_status.run_coordinator)
         if leads and self._follows(status.generation, now):
-            self.run_status = self._borne_out(status)
+            self.run_status = self._borne_out(status, now)
         if self._agreed.known(self._local) != known and self.coordinates(self._stage, now=now):
             self._soon = True
 
-    def _borne_out(self, status: RunStatus) -> RunStatus:
+    def _borne_out(self, status: RunStatus, now: float) -> RunStatus:
         """A status of the run, which is no further than its peers bear out: stages would take themselves for
-        lost, and trainers believe no peer of stage 0.
+        lost, and trainers believe no peer of stage 0. If no step is taken for long, those may have slept.
         """
         said, mine = status.version, self._local.version
-        if said <= mine or not self.belief.needs_proof:
+        if said <= mine or not self.belief.needs_proof or now - self._moved_s >= UNBORNE_S:
             return status
         return replace(status, version=min(said, max(mine, self.belief.borne_out())))
 

@@ -36,7 +36,6 @@ and turn to another coordinator in the same step. Where each did so when it saw 
 reports: most of a step was computed again, and once a run stood still for 35 s."""
 VALID_STEPS = 200
 """A voucher counts for so many steps. A peer that is found lying, or stops working, gets no other."""
-
 T = TypeVar("T", Position, int, float)
 
 

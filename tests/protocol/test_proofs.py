@@ -16,6 +16,7 @@ from swarm.manifest import Run
 from swarm.protocol.ledger import Ledger
 from swarm.protocol.messages import Directive, RunStatus, StepDirective
 from swarm.protocol.proofs import Belief, proves, signed_report
+from swarm.protocol.protocol import UNBORNE_S
 from swarm.protocol.replica import ApplyStep, AskAbsent, Fetch, Local, RestoreStage, follow, report_of
 from swarm.protocol.rounds import Commit, FetchResult, Prepared, Proof, StepReport
 from swarm.records import PeerRecord
@@ -330,10 +331,12 @@ def test_the_run_is_no_further_than_most_of_a_stage_bear_out(there: tuple[int, i
     for peer, version in zip("xy", there, strict=True):
         records.append(msgspec.structs.replace(record(peer, 0, steps=40), version=version))
     records += [record("ann", steps=40), record("bob", steps=40)]
-    this = protocol_of("bob", *records)
-    this.hear_run_status("zoe", RunStatus(run=RUN.id, version=60, run_coordinator="zoe"), now=NOW)
-    assert this.run_status.run_coordinator == "zoe" and this.run_status.version == borne_out
-    replica = protocol_of("x", *records, stage=0)
+    this, replica = protocol_of("bob", *records), protocol_of("x", *records, stage=0)
+    this._moved_s = replica._moved_s = NOW  # they have just taken a step
+    status, late = RunStatus(run=RUN.id, version=60, run_coordinator="zoe"), NOW + UNBORNE_S
+    for now, version in ((NOW, borne_out), (late, 60)):
+        this.hear_run_status("zoe", status, now=now)
+        assert this.run_status.run_coordinator == "zoe" and this.run_status.version == version
     told = RunStatus(run=RUN.id, version=60, generation=Generation(1, 60, 1, 60), run_coordinator="zoe")
     for status, version in (
         (msgspec.structs.replace(told, generation=GENERATION), borne_out),
