@@ -172,7 +172,7 @@ async def test_who_passes_all_on_to_a_stranger_has_what_it_adds_audited_as_well(
 
 
 async def test_who_gives_an_auditor_a_result_slowly_has_it_miss_no_contribution() -> None:
-    """It says that it has taken each step, so that it is asked for the results, and is busy: it was waited for
+    """It says that it has taken each step, so that it is asked for the result, and is slow: it was waited for
     until all was forgotten.
     """
     run = run_of(steps=12)
