@@ -304,7 +304,7 @@ class StageCompute:
         def compute() -> Sequence[torch.Tensor]:
             return [] if self.recompute else self._compute(Microbatch(0, 0), 0, entered).outputs
 
-        return kept_bytes(compute, entered.values, self.state.holds)
+        return kept_bytes(compute, entered.values, self._modules)
 
     def rehearse(self) -> str:
         """32 hex digits of all that a made-up microbatch gives, forward and backward; nothing is kept.
@@ -409,21 +409,19 @@ class StageCompute:
 
 
 def kept_bytes(
-    compute: Callable[[], Iterable[torch.Tensor]],
-    given: Iterable[torch.Tensor | None],
-    held: Callable[[torch.Tensor], bool],
-) -> int:
-    """Bytes of what `compute` saves for its backward, returns, and is given.
-
-    Args:
-        held: whether a tensor lies in memory that is there without any microbatch.
-    """
+    compute: Callable[[], Iterable[torch.Tensor]], given: Iterable[torch.Tensor | None],
+    modules: Iterable[nn.Module],
+) -> int:  # fmt: skip
+    """Bytes of what `compute` saves for its backward, returns, and is given; not what these modules hold."""
+    own = {storage_of(t) for module in modules for t in (*module.parameters(), *module.buffers())}
     # What is counted stays alive meanwhile, or memory that is used again would count once.
     alive: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: alive.append(t) or t, lambda t: t):
         alive += compute()
     alive += [tensor for tensor in given if tensor is not None]
-    return sum({storage_of(t): t.untyped_storage().nbytes() for t in alive if not held(t)}.values())
+    return sum(
+        {storage_of(t): t.untyped_storage().nbytes() for t in alive if storage_of(t) not in own}.values()
+    )
 
 
 @lru_cache(maxsize=64)
@@ -438,14 +436,16 @@ def foretold_bytes(run: Run, stage: Stage) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True):
         module = function.module()
         replace_parameters(module, lambda _, old: torch.empty(old.shape, dtype=number))
+        for part in module.modules():
+            for name, buffer in part.named_buffers(recurse=False):
+                setattr(part, name, torch.empty_like(buffer))
         if function.halves and not run.brings_model:  # as `StageState.bind` has the decoder's matrices
             for part in module.modules():
                 if isinstance(part, nn.Linear):
                     part.weight = nn.Parameter(part.weight.detach().to(torch.bfloat16))
-        own = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
         given = Boundary(run, stage, function, cpu).made_up(zeros=True).values
 
         def compute() -> Sequence[torch.Tensor]:
             return function.graded(function.apply(module, given, Microbatch(0, 0), cpu)[1].values)
 
-        return kept_bytes(compute, given, lambda tensor: storage_of(tensor) in own)
+        return kept_bytes(compute, given, [module])

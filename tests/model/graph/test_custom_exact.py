@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -169,6 +170,14 @@ def test_a_microbatch_of_a_models_own_functions_keeps_what_was_foretold() -> Non
     for stage in range(run.S):
         kept = [StageCompute(run, stage, "cpu", recompute=again).saved_bytes() for again in (False, True)]
         assert foretold_bytes(run, stage) == kept[0] > kept[1]
+
+
+def test_frozen_weights_are_no_memory_of_a_microbatch() -> None:
+    """Of a model of billions of weights each microbatch in flight was counted with all of them."""
+    run = run_of("gpt2", [0] * len(custom_model(run_of("gpt2", [])).assignment))
+    spec = replace(run.model, frozen=("blocks.*.weight",))  # type: ignore[call-arg]
+    some, every = StageCompute(replace(run, model=spec), 0), StageCompute(run, 0)
+    assert foretold_bytes(some.run, 0) == some.saved_bytes() < every.saved_bytes()
 
 
 @pytest.mark.parametrize("name", ["quantised", "biased"])

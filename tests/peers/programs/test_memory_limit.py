@@ -169,7 +169,7 @@ async def test_a_peer_chooses_among_the_stages_that_fit_and_is_moved_only_if_all
 
 def test_a_peer_that_recomputes_layers_admits_more_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peers.device.describe", lambda name: device_of(name, 64 * MIB))
-    run = tiny_run(model={"layers": 9, "hidden": 64}, batch={"microbatches_per_step": 8192})
+    run = tiny_run(model={"layers": 12, "hidden": 64}, batch={"microbatches_per_step": 8192})
     admitted: list[int] = []
     for given in ({}, {"recompute_layers": True}, {"recompute": True}):
         peer = Peer(PeerOptions(run="5a", join=(), **given), emit=lambda _: None)
