@@ -135,15 +135,15 @@ class StageCalls:
 
     def rather_not(self, lacking: Collection[PeerId] = (), *, but: Collection[PeerId] = ()) -> set[PeerId]:
         """The peers, `but` some, that are asked only if no other can be: those of which answers did not count
-        in two steps lately, if another is known; and those that answered what their stage is `lacking`.
+        in two steps lately, if another is known; and first those that answered what their stage is `lacking`.
         """
         backoff, now, peers = self.router.backoff, now_s(), set(self.router.peers(self.stage)).difference(but)
         peers = {peer for peer in peers if not backoff.in_backoff(peer, now=now)}
         vain = {peer for peer in peers if backoff.rests(IN_VAIN + peer, now=now)}
         if not any(self.router.knows(self.stage, peer) for peer in peers - vain):
             vain.clear()
-        vain |= peers.intersection(lacking)
-        return vain if vain < peers else set()  # none waits for a peer that rests
+        lacks = peers.intersection(lacking)
+        return next((some for some in (vain | lacks, lacks) if some < peers), set())  # who rests is none
 
     async def refusing(self, refusals: Mapping[PeerId, Refused]) -> set[PeerId]:
         """The peers that refuse a microbatch, if they are enough to end a trainer; else none.

@@ -263,8 +263,7 @@ class Network:
     # -- how calls fail ---------------------------------------------------------------------------
 
     def _silent(self, call: _Call, why: str = "") -> None:
-        why = why or f"no sign of life for {self.silence_s} s"
-        fail(call.result, PeerSilent(call.callee.peer_id, why))
+        fail(call.result, PeerSilent(call.callee.peer_id, why or f"no sign of life for {self.silence_s} s"))
 
     def _check_stopped(self, call: _Call) -> None:
         if call.callee.process.stopped:

@@ -132,6 +132,8 @@ class Trainer:
         self._attempts = Counter[Microbatch]()
         self._refusals: dict[Microbatch | None, dict[PeerId, Refused]] = {}
         """By whom a microbatch is refused; None: this trainer, by the charter that they know."""
+        self._not_ready: dict[Microbatch, set[PeerId]] = {}
+        """Who has just said so, as one that is left out: others are asked then, be they much slower."""
         self._past: dict[PeerId, int] = {}
         """Peers of stage 0 that say that a step is over, and the newest such step."""
         self.may_end: Callable[[], bool] = lambda: True
@@ -258,29 +260,22 @@ class Trainer:
 
     async def _microbatch(self, item: WorkItem) -> None:
         """Run one microbatch through one route."""
-        mb, peer, answered = item.microbatch, None, False
-        began, route = now_s(), list[PeerId]()
+        mb, peer, answered, began = item.microbatch, None, False, now_s()
 
         async def another(than: PeerId) -> tuple[list[PeerId], WorkDone, float]:
             self._attempts[mb] += 1
-            route = self._route(mb, known=True, without={than})
-            self._latency.began(route)
-            try:
-                return await self._call(route, item, samples)
-            finally:
-                self._latency.ended(route)
+            return await self._call(self._route(mb, known=True, without={than}), item, samples)
 
+        lacking = self._not_ready.pop(mb, set())
         try:
-            lacking = set[PeerId]()
             if item.deepest == 0:  # it was answered, and does not count: by whom it may be told
-                lacking = self._first.answered_by(mb)
+                lacking |= self._first.answered_by(mb)
                 await self._first.holders(mb, lacking=True)
             found = self._route(mb, lacking=lacking)
             samples = await self._samples(mb)
-            began, route, peer = now_s(), found, found[0]  # it is charged with nothing before
-            self._latency.began(route)
+            began, peer = now_s(), found[0]  # it is charged with nothing before
             ran, done, took_s = await self._first.unless_late(
-                peer, mb.t, self._call(route, item, samples), partial(another, peer),
+                peer, mb.t, self._call(found, item, samples), partial(another, peer),
                 lambda: self._watch.step_began_s if mb.t <= self._watch.version else math.inf,
             )  # fmt: skip
         except NoPeerForStage as none:
@@ -289,12 +284,18 @@ class Trainer:
             self._first.lost(fault, t=mb.t, since_s=began)
             self._attempts[mb] += 1
         except NotNow as later:
+            pause_s = min(MAX_PAUSE_S, later.retry_after_s)
             if isinstance(later, Busy):
                 self._window.refused()
+            elif peer is not None:
+                lacking.add(peer)
+                known, backoff = {*self._router.answering(0)} - lacking, self._router.backoff
+                if not all(backoff.in_backoff(other, now=now_s()) for other in known):
+                    self._not_ready[mb], pause_s = lacking, 0.0  # another is asked at once
             if peer is not None and mb.t <= self._watch.version:  # until its step is open it is to wait
                 since_s = max(began, self._watch.step_began_s)
                 self._first.limits.put_off(peer, t=mb.t, since_s=since_s, now=now_s())
-            await asyncio.sleep(min(MAX_PAUSE_S, later.retry_after_s))
+            await asyncio.sleep(pause_s)
         except Stale:
             # One peer's word that the step is over is no proof: the run coordinator's picture will show it.
             assert peer is not None
@@ -309,7 +310,6 @@ class Trainer:
             answered = True
             self._answered(mb, ran, done, took_s)
         finally:
-            self._latency.ended(route)
             if not answered:
                 self._todo.failed(mb)
 
@@ -369,11 +369,10 @@ class Trainer:
         here_s = took_s - sum(part_s for part_s, _ in parts)
         if hops and here_s > 0.0 and min(parts)[0] >= 0.0:
             # The first stage may have waited for the step to open: that is no queue.
-            me, first = self._transport.peer_id, hops[0].peer
-            self._latency.took(me, first, here_s)
-            least_s = self._latency.least_s(me, first)
-            moving = moving_share([*parts, (least_s, least_s)])
-            self._window.answered(in_flight=self._in_flight, moving=moving)
+            link = self._transport.peer_id, hops[0].peer
+            self._latency.took(*link, here_s)
+            parts.append((self._latency.least_s(*link),) * 2)
+            self._window.answered(in_flight=self._in_flight, moving=moving_share(parts))
 
     def _route_of_counted(self, used: Collection[PeerId]) -> list[PeerId]:
         """One peer of each stage whose word counts; none of the `used` ones where there are others."""
@@ -391,7 +390,7 @@ class Trainer:
         """One peer of each stage; stages behind the first may be empty for now, their callers wait.
 
         At most one of them has never answered; none if `known`, or once the microbatch had to be sent again.
-        `lacking`: those of the first that answered it, while that lacks it.
+        `lacking`: those of the first that answered it, while that lacks it, or are not ready.
         """
         ahead = self._run.microbatches(mb.t + 1) if self._run.delayed_updates else 0
         horizon_s = self._pace.horizon_s(self._todo.unstarted(mb.t) + ahead)
@@ -436,7 +435,11 @@ class Trainer:
             route=tuple(route[1 : 1 + MAX_HOPS]), tensors=input_metas(self._run, 0), ticket=ticket,
         )  # fmt: skip
         fault_point("trainer")
-        done, answer = await self._first.ask(peer, work, [*body, *proof])
+        self._latency.began(route)
+        try:
+            done, answer = await self._first.ask(peer, work, [*body, *proof])
+        finally:
+            self._latency.ended(route)
         if ticket is not None:
             check_answer(self._transport.signer, self._run, peer, 0, mb, ticket.inputs, done, answer.body)
             self._vouchers.answered(mb, ticket.inputs, done)
@@ -488,6 +491,7 @@ class Trainer:
             self._pace.stepped(self._todo.ran(steps[-1]) / max(1, self._run.microbatches(steps[-1])))
         self._todo.stepped(steps.stop)
         self._attempts = Counter({mb: tried for mb, tried in self._attempts.items() if mb.t >= steps.stop})
+        self._not_ready = {mb: by for mb, by in self._not_ready.items() if mb.t >= steps.stop}
         self._past = {peer: t for peer, t in self._past.items() if t >= steps.stop}
         self._refusals = {mb: by for mb, by in self._refusals.items() if mb is None or mb.t >= steps.stop}
         self._changed.set()

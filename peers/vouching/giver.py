@@ -85,10 +85,8 @@ class VoucherGiver:
         await self._ask()
 
         async def give(worked: Worked) -> None:
-            if self._directory.find(worked.peer) is None:
-                return  # it is gone, or never was
-            if not await self._contributes(worked, due[worked]):
-                return
+            if self._directory.find(worked.peer) is None or not await self._contributes(worked, due[worked]):
+                return  # it is gone, never was, or adds nothing
             message = GiveVoucher(run=self._run.id, voucher=vouch(self._signer, self._run.id, worked))
             with contextlib.suppress(SwarmError):
                 await self._transport.call(worked.peer, "voucher", pack(message), deadline_s=GIVE_S)

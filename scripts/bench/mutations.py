@@ -4761,8 +4761,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "wait-for-who-else-could-answer",
         "peers/stage_calls.py",
-        "return vain if vain < peers else set()",
-        "return vain",
+        "return next((some for some in (vain | lacks, lacks) if some < peers), set())",
+        "return vain | lacks",
         "A microbatch that all have answered in vain waits until a rest is over.",
         ("test_work",),
     ),
@@ -6524,8 +6524,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "who-signs-the-work-of-another-has-worked",
         "peers/vouching/giver.py",
-        "if not await self._contributes(worked, due[worked]):",
-        "if False:",
+        " or not await self._contributes(worked, due[worked]):",
+        ":",
         "One peer that works gives voice to as many identities without a device as it answers microbatches.",
         ("test_vouchers",),
     ),

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from peers.events import PeerLost
-from peers.ports import Answer
+from peers.ports import Answer, Request
+from swarm.errors import NotReady
 from swarm.manifest import audit_run
 from swarm.records import PeerRecord
 from swarm.wire.messages import Work, unpack
@@ -91,3 +92,18 @@ async def test_a_peer_twenty_times_slower_is_used_less_and_never_lost() -> None:
         computed = {name: s.peers[name].core.computed for name in s.of_stage(1)}
         mine = computed.pop("slow")
         assert 0 < mine < min(computed.values()) / 4, computed
+
+
+async def test_no_microbatch_waits_for_one_of_stage_0_that_is_not_ready() -> None:
+    """Its stage leaves it out for a minute, say."""
+    async with swarm(audit_run(stages=1, steps=12, microbatches_per_step=4), replicas=2) as s:
+        s.add_trainer("trainer")
+        await s.until_version(2)
+
+        async def not_ready(request: Request) -> Answer:
+            raise NotReady("this peer's stage leaves it out for a while", version=2, retry_after_s=0.5)
+
+        s.network.peers["s0p0"].transport.serve("work", not_ready, max_body_bytes=1 << 20)
+        began_s = s.network.loop.now_s
+        await s.until_version(6)
+        assert s.network.loop.now_s - began_s < 1.0
