@@ -235,7 +235,9 @@ class StepProtocol:
                 serving = [record for record in self._peers.get(stage, ()) if record.state == "serving"]
                 return self._by_turn(stage, serving, turn)[:1]
 
-            away = any(self._backoff.is_away(peer, now=now) for peer in {*first(self._stage), *first(0)})
+            # Who reports is there, though it answers no report.
+            there = {p for p, m in self._coordinator.members.items() if not is_gone(m.seen_s, now=now)}
+            away = any(self._backoff.is_away(p, now=now) for p in {*first(self._stage), *first(0)} - there)
             # Those that have only just taken this step counted its time as well.
             following = min(self._local.version + 1, self._run.steps - 1)
             passed = partial(self.belief.is_passed, following)

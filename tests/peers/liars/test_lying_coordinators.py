@@ -170,6 +170,29 @@ async def test_a_coordinator_that_ends_no_step_costs_its_budget(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("stage", "seed"), some([(0, 1), (2, 1), (2, 2)], quick=[(2, 1)]))
+async def test_a_coordinator_that_answers_no_report_and_reports_to_others_costs_its_budget(
+    stage: int, seed: int
+) -> None:
+    """The others of its stage went by it in each step after 3 s, and took it for cut off: so its turn never
+    ended, and cost 67 to 85 s.
+    """
+
+    def answers_no_report(s: Swarm) -> None:
+        handlers = s.network.peers[f"s{stage}p0"].transport.handlers
+        honest, most = handlers["report"]
+
+        async def report(request: Request) -> Answer:
+            await honest(request)
+            return await asyncio.get_running_loop().create_future()
+
+        handlers["report"] = report, most
+
+    lied_s = await lasts_s(stage, answers_no_report, dtype="float32", seed=seed, steps=STEPS * 3)
+    assert lied_s - await clean_s(STEPS * 3) <= BUDGET_S
+
+
+@pytest.mark.slow
 async def test_a_coordinator_that_has_all_retract_and_sends_no_part_costs_no_turn(honest_s: float) -> None:
     """Those that it has retract see that nobody else had that: they need not wait until its turn is over."""
 
