@@ -14,7 +14,7 @@ from swarm.errors import Refused
 from swarm.ids import Generation, PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.ledger import Ledger
-from swarm.protocol.messages import Directive, RunStatus, StepDirective
+from swarm.protocol.messages import Directive, RunStatus, StageSummary, StepDirective
 from swarm.protocol.proofs import Belief, proves, signed_report
 from swarm.protocol.protocol import UNBORNE_S
 from swarm.protocol.replica import ApplyStep, AskAbsent, Fetch, Local, RestoreStage, follow, report_of
@@ -345,6 +345,24 @@ def test_the_run_is_no_further_than_most_of_a_stage_bear_out(there: tuple[int, i
         said = Directive(run=RUN.id, stage=0, coordinator="zoe", version=0, run_status=status)
         replica.directive_came(said, now=NOW)
         assert (replica.run_status.version, replica.run_status.generation) == (version, GENERATION)
+
+
+@pytest.mark.parametrize("borne_out", [False, True])
+def test_of_two_stages_one_that_coordinates_says_not_alone_that_the_run_is_further(borne_out: bool) -> None:
+    """Of two it is half of the stages: who coordinated the run took its own stage for lost."""
+    version = 60 if borne_out else 0
+    first = [record("ann", 0, steps=60), record("bob", 0, steps=40)]
+    second = [record("zoe", steps=60), record("x", steps=40), record("y", steps=40)]
+    second = [msgspec.structs.replace(one, version=version) for one in second]
+    this = protocol_of("ann", *first, *second, stage=0)
+    local = Local(generation=GENERATION, version=0, steps={}, commits={})
+    for seconds in range(10):
+        this.observe(local, {0: first, 1: second}, now=NOW + seconds)
+        said = StageSummary(run=RUN.id, stage=1, version=60, members=3, number=seconds)
+        assert this.summary("zoe", said, now=NOW + seconds).version == version
+        this.speak(now=NOW + seconds)
+    assert (RestoreStage() in this.ready(now=NOW + 9).actions) == borne_out
+    assert (this.stuck_s(now=NOW + 9) > 0) == borne_out
 
 
 def test_a_stage_is_not_lost_on_the_word_of_the_one_that_coordinated_it_last() -> None:
