@@ -97,7 +97,8 @@ class TiedWeights:
     async def renew(self, step: OpenStep) -> None:
         """Before a step is taken: have what other stages found by then, if a liar was convicted since. They
         may have taken its work out after they gave it. If they give nothing now, what they gave counts."""
-        if step.doubted and step.reduced is not None and step.prepared is not None:
+        asks = step.doubted and not self._core.run.meets_at(step.t)  # nobody's work is in a meeting
+        if asks and step.reduced is not None and step.prepared is not None:
             with contextlib.suppress(SwarmError, asyncio.TimeoutError):
                 await within(self.hold(step, step.reduced, step.prepared), RENEW_S)
 

@@ -21,16 +21,17 @@ from peers.stage.microbatches import MAX_WAITING
 from peers.stage.next_stage import NextStage, WorkCall
 from peers.stage.open_step import KeptMicrobatch, OpenStep
 from peers.stage.pause import PeerLife
+from peers.stage.tied_weights import TiedWeights
 from peers.stage_calls import StageCalls
 from peers.transfer.client import Download
 from swarm.errors import Leaving, NotAdmitted, NotReady, PeerGone, Refused, SetupError, Stale, SwarmError
 from swarm.ids import Generation, Microbatch, Position
-from swarm.manifest import audit_run
+from swarm.manifest import IslandsSpec, audit_run
 from swarm.model.layout import initial_state
 from swarm.model.stage import Gradients
 from swarm.model.stage_io import input_metas
 from swarm.policy.router import Router
-from swarm.protocol.ledger import Bitmap, Claim
+from swarm.protocol.ledger import Bitmap, Claim, Ledger
 from swarm.protocol.messages import Directive
 from swarm.protocol.replica import ApplyStep, BeginAllReduce, CatchUp, Fetch, Unfreeze
 from swarm.protocol.rollback import FAR_BACK_S
@@ -910,6 +911,25 @@ async def test_what_another_stage_found_with_a_liar_is_got_again_before_a_step_i
     await alone.peer.actions._apply_step(Commit(0, 1.0))  # type: ignore
     assert alone.core.version == 1
     assert [set(one.tolist()) for one in taken] == [{3.0} if answers else {4.0}]
+
+
+async def test_a_meeting_is_taken_as_it_was_added_up_whoever_is_shown_to_lie() -> None:
+    """It was added up a second time, and where there was no memory for that it was never taken."""
+
+    class Meeting:
+        async def sum(self, step: OpenStep, own: torch.Tensor) -> torch.Tensor:
+            sums.append(step.t)
+            if len(sums) > 1:
+                raise MemoryError
+            return own
+
+    alone, sums = Alone(replace(RUN, islands=IslandsSpec(count=2, local_steps=1))), list[int]()
+    step, tied_weights = OpenStep(1, Ledger(1, 0)), TiedWeights(alone.core, Meeting())  # type: ignore
+    step.start_round("r", now=0.0)
+    await tied_weights.hold(step, torch.ones(alone.core.compute.numel), Prepared("r", 1.0, ""))
+    step.doubted = True
+    await tied_weights.renew(step)
+    assert sums == [1] and step.prepared is not None
 
 
 async def test_the_last_version_is_saved_whatever_the_period_of_checkpoints() -> None:
