@@ -298,7 +298,7 @@ class Actions:
         core = self._core
         step = core.steps[commit.t]
         mine = step.ledger.done.bit_count()
-        await self._tied_weights.renew(step)
+        await self._tied_weights.renew(step, commit)
         await core.apply(commit)
         fault_point("took")
         core.stepped.set()

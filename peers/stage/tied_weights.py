@@ -24,7 +24,7 @@ from peers.transfer.gradient import wanted_of
 from peers.waiting import within
 from swarm.errors import NotReady, SwarmError
 from swarm.ids import Stage
-from swarm.protocol.rounds import Prepared
+from swarm.protocol.rounds import Commit, Prepared
 from swarm.wire.messages import OpenHeld
 
 RETRY_S = 0.1
@@ -48,9 +48,11 @@ class TiedWeights:
     def __init__(self, core: StageCore, meeting: IslandMeeting) -> None:
         self._core, self._meeting = core, meeting
 
-    async def hold(self, step: OpenStep, reduced: torch.Tensor, held: Prepared) -> None:
+    async def hold(
+        self, step: OpenStep, reduced: torch.Tensor, held: Prepared, commit: Commit | None = None
+    ) -> None:
         """Hold `reduced`, the stage's sum, once the other stages' parts of shared weights are here; or at a
-        meeting what this island has changed, once that of all others is.
+        meeting what this island has changed, once that of all others is. `commit`: which parts.
 
         Raises:
             NotReady: the step ended meanwhile.
@@ -67,7 +69,8 @@ class TiedWeights:
                 else:
                     if step.doubted:
                         step.doubted, step.shared = False, {}
-                    await asyncio.gather(*(self._part(step, other) for other in compute.shared.names))
+                    others = compute.shared.names
+                    await asyncio.gather(*(self._part(step, other, commit) for other in others))
                     whole = await asyncio.to_thread(compute.shared.complete, reduced, step.shared)
                 sqnorm = await asyncio.to_thread(compute.shared.sqnorm, whole)
             except BaseException:
@@ -94,25 +97,27 @@ class TiedWeights:
         finally:
             step.end_round(held.round, failed=False)
 
-    async def renew(self, step: OpenStep) -> None:
-        """Before a step is taken: have what other stages found by then, if a liar was convicted since. They
+    async def renew(self, step: OpenStep, commit: Commit) -> None:
+        """Before a step is taken: have what other stages take it with, if a liar was convicted since. They
         may have taken its work out after they gave it. If they give nothing now, what they gave counts."""
         asks = step.doubted and not self._core.run.meets_at(step.t)  # nobody's work is in a meeting
         if asks and step.reduced is not None and step.prepared is not None:
             with contextlib.suppress(SwarmError, asyncio.TimeoutError):
-                await within(self.hold(step, step.reduced, step.prepared), RENEW_S)
+                await within(self.hold(step, step.reduced, step.prepared, commit), RENEW_S)
 
-    async def _part(self, step: OpenStep, other: Stage) -> None:
+    async def _part(self, step: OpenStep, other: Stage, commit: Commit | None = None) -> None:
         """Get the part of `other`: from its replicas, or if none can be reached from those of this stage that
-        have it.
+        have it. `commit`: of the round that it names; some may still have the result of another one.
 
         Where words count by voice, of three or more one does not say it alone for `ALONE_S`: the others may
         not have their result yet.
         """
         core, named = self._core, self._core.run.admission.named
         numel, alone_until = core.compute.shared.numel(other), math.inf
+        made = commit.proofs[other][0].prepared.round if commit is not None and commit.proofs else ""
         while not step.over and other not in step.shared:
-            stage, question = other, OpenHeld(run=core.run.id, t=step.t, shared_with=core.stage)
+            stage = other
+            question = OpenHeld(run=core.run.id, t=step.t, round=made, shared_with=core.stage)
             sources = core.others_to_ask(stage, core.directory, core.voices)
             if not sources:
                 stage, question = core.stage, OpenHeld(run=core.run.id, t=step.t, shared_of=other)

@@ -277,7 +277,8 @@ class StateServer(StateLeases):
                 core.compute.shared.numel(other)  # before it waits for what is none of that stage's
             if step.reduced is None:  # held back while it is being averaged
                 await happens(step.reduced_there, SHARED_WAIT_S)
-            vector = step.reduced
+            held = step.prepared.round if step.prepared is not None else ""
+            vector = step.reduced if wanted.round in ("", held) else None
         elif step is not None and wanted.shared_of >= 0:  # for a replica that reaches no peer of that stage
             if asks_sum:
                 await happens(step.added_up, SHARED_WAIT_S)

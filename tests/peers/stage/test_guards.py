@@ -35,7 +35,7 @@ from swarm.protocol.ledger import Bitmap, Claim, Ledger
 from swarm.protocol.messages import Directive
 from swarm.protocol.replica import ApplyStep, BeginAllReduce, CatchUp, Fetch, Unfreeze
 from swarm.protocol.rollback import FAR_BACK_S
-from swarm.protocol.rounds import Commit, Plan, Prepared, round_id
+from swarm.protocol.rounds import Commit, Plan, Prepared, Proof, round_id
 from swarm.protocol.step import StepState
 from swarm.records import PeerRecord, State
 from swarm.wire.codec import Encoded
@@ -44,9 +44,12 @@ from swarm.wire.messages import (
     LedgerCounts,
     Located,
     Opened,
+    OpenHeld,
     PeerStatus,
     Work,
     WorkDone,
+    pack,
+    unpack,
 )
 from tests.peers.alone import Alone, Line, Records
 
@@ -535,7 +538,7 @@ async def test_a_result_that_is_fetched_is_not_given_up_with_the_round_that_it_e
     alone = await tied(lambda step: None).opened()
     actions, step, never = alone.peer.actions, alone.core.steps[0], asyncio.Event()
     result = torch.ones(alone.core.compute.numel, dtype=torch.float64), Prepared("r", 1.0, "")
-    actions._tied_weights._part = lambda step, _: never.wait()  # type: ignore
+    actions._tied_weights._part = lambda *_: never.wait()  # type: ignore
     monkeypatch.setattr("peers.stage.actions.fetch_gradient", lambda *_, **__: asyncio.sleep(0, result))
     step.start_round("r", now=0.0)
 
@@ -845,7 +848,7 @@ def tied(parts: Callable[[OpenStep], None]) -> Alone:
     """Stage 0 of two that share a weight; `parts` puts what the other found into the step."""
     alone = Alone(TWO, compute=AuditCompute(TWO, 0, tied=True))
 
-    async def part(step: OpenStep, _: int) -> None:
+    async def part(step: OpenStep, *_: object) -> None:
         parts(step)
 
     alone.peer.actions._tied_weights._part = part  # type: ignore[method-assign]  # type: ignore
@@ -913,6 +916,32 @@ async def test_what_another_stage_found_with_a_liar_is_got_again_before_a_step_i
     assert [set(one.tolist()) for one in taken] == [{3.0} if answers else {4.0}]
 
 
+async def test_what_is_got_again_is_of_the_round_that_the_commit_names() -> None:
+    """Another replica that gave the first result may still have it, and say so as others say theirs."""
+    alone = await tied(lambda step: step.shared.setdefault(1, given)).opened()
+    given, asked = torch.ones(alone.core.compute.shared.numel(1), dtype=torch.float64), list[str]()
+    step = await hold(alone)
+
+    def held(_: str, header: bytes) -> Any:
+        asked.append(unpack(header, OpenHeld).round)
+        raise NotReady("another round", version=0)
+
+    alone.line.answers["held"] = held
+    alone.records.known = [PeerRecord(peer="other", run=TWO.id, stage=1, state="serving", version=0)]
+    proofs = ((Proof("me", Prepared("r", 1.0, "")),), (Proof("other", Prepared("again", 1.0, "")),))
+    await alone.core.forget_work_of("liar")
+    await TiedWeights(alone.core, alone.peer.actions._meeting).renew(step, Commit(0, 1.0, proofs))  # type: ignore
+    assert set(asked) == {"again"}
+    for made, gives in (("", True), ("r", True), ("again", False)):
+        header = pack(OpenHeld(run=TWO.id, t=0, round=made, shared_with=1))
+        try:
+            await alone.line.handlers["held"](SimpleNamespace(peer="other", header=header))
+        except NotReady:
+            assert not gives
+        else:
+            assert gives
+
+
 async def test_a_meeting_is_taken_as_it_was_added_up_whoever_is_shown_to_lie() -> None:
     """It was added up a second time, and where there was no memory for that it was never taken."""
 
@@ -928,7 +957,7 @@ async def test_a_meeting_is_taken_as_it_was_added_up_whoever_is_shown_to_lie() -
     step.start_round("r", now=0.0)
     await tied_weights.hold(step, torch.ones(alone.core.compute.numel), Prepared("r", 1.0, ""))
     step.doubted = True
-    await tied_weights.renew(step)
+    await tied_weights.renew(step, Commit(1, 1.0))
     assert sums == [1] and step.prepared is not None
 
 
