@@ -570,7 +570,8 @@ class StepProtocol:
         said, mine = status.version, self._local.version
         if said <= mine or not self.belief.needs_proof or now - self._moved_s >= UNBORNE_S:
             return status
-        return replace(status, version=min(said, max(mine, self.belief.borne_out())))
+        least = max(mine, status.generation.start)  # where one begins no peer has to be yet
+        return replace(status, version=min(said, max(least, self.belief.borne_out())))
 
     # -- generations ------------------------------------------------------------------------------
 

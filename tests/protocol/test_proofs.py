@@ -11,7 +11,7 @@ import pytest
 
 from peers.sim.network import SimSigner
 from swarm.errors import Refused
-from swarm.ids import Generation, PeerId, Stage
+from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.protocol.ledger import Ledger
 from swarm.protocol.messages import Directive, RunStatus, StageSummary, StepDirective
@@ -363,6 +363,17 @@ def test_of_two_stages_one_that_coordinates_says_not_alone_that_the_run_is_furth
         this.speak(now=NOW + seconds)
     assert (RestoreStage() in this.ready(now=NOW + 9).actions) == borne_out
     assert (this.stuck_s(now=NOW + 9) > 0) == borne_out
+
+
+def test_no_run_is_before_the_start_of_the_generation_that_it_is_in() -> None:
+    """While none had that version yet, all said of the run what trainers refuse as impossible."""
+    records = [record("zoe", 0, steps=60), record("ann", steps=40), record("bob", steps=40)]
+    this, later = protocol_of("bob", *records), Generation(1, 5, 1, 9)
+    this._enter(later, NOW)
+    for version, borne_out in ((5, 5), (6, 5)):
+        status = RunStatus(run=RUN.id, generation=later, version=version, run_coordinator="zoe")
+        this.hear_run_status("zoe", status, now=NOW)
+        assert this.run_status.position == Position(later, borne_out)
 
 
 def test_a_stage_is_not_lost_on_the_word_of_the_one_that_coordinated_it_last() -> None:
