@@ -564,11 +564,12 @@ class StepProtocol:
             self._soon = True
 
     def _borne_out(self, status: RunStatus, now: float) -> RunStatus:
-        """A status of the run, which is no further than its peers bear out: stages would take themselves for
-        lost, and trainers believe no peer of stage 0. If no step is taken for long, those may have slept.
+        """A status of the run, which is no further than a commit or its peers bear out: stages would take
+        themselves for lost, and trainers believe no peer of stage 0. If no step is taken for long, those may
+        have slept.
         """
-        said, mine = status.version, self._local.version
-        if said <= mine or not self.belief.needs_proof or now - self._moved_s >= UNBORNE_S:
+        said, mine, long = status.version, self._local.version, now - self._moved_s >= UNBORNE_S
+        if said <= mine or long or not self.belief.needs_proof or said - 1 in self._agreed.commits:
             return status
         least = max(mine, status.generation.start)  # where one begins no peer has to be yet
         return replace(status, version=min(said, max(least, self.belief.borne_out())))

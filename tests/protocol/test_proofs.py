@@ -365,6 +365,18 @@ def test_of_two_stages_one_that_coordinates_says_not_alone_that_the_run_is_furth
     assert (this.stuck_s(now=NOW + 9) > 0) == borne_out
 
 
+@pytest.mark.parametrize("proven", [False, True])
+def test_a_proven_commit_bears_out_that_the_run_is_a_step_further(proven: bool) -> None:
+    """Records say it some seconds later."""
+    records = [record("zoe", 0, steps=60), *(record(name, steps=40) for name in ("ann", "bob", "cid"))]
+    this, said = protocol_of("bob", *records), [proof("ann", 1), *[proof("cid", 1)] * proven]
+    status = RunStatus(
+        run=RUN.id, version=1, commits=(commit([proof("zoe", 0)], said),), run_coordinator="zoe"
+    )
+    this.hear_run_status("zoe", status, now=NOW)
+    assert this.run_status.version == (1 if proven else 0)
+
+
 def test_no_run_is_before_the_start_of_the_generation_that_it_is_in() -> None:
     """While none had that version yet, all said of the run what trainers refuse as impossible."""
     records = [record("zoe", 0, steps=60), record("ann", steps=40), record("bob", steps=40)]
