@@ -233,7 +233,7 @@ class Node:
             anew, self._moved = replace(dead.options, announce=(), seen_at="", reachable=None), False
             found, words = await nat.settled(anew, self._join, "auto", needed=False)
             logger.warning("this machine is seen at another address: %s", words)
-            dead.options = dead.options if found is anew else found
+            dead.options = found if found.announce or found.relays else dead.options
         daemon = await self._spawn_again(dead)
         await self._run_on(daemon, self._timings.revival_relay_s)
         await self.transport.daemon_is_back()

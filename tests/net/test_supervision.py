@@ -215,15 +215,18 @@ async def test_an_open_peer_that_is_seen_elsewhere_asks_anew_how_it_is_reached(
     assert node.daemon.kills == kills, "and not again for ten minutes"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", ["open", "closed", "unknown"])
+@pytest.mark.parametrize(
+    ("kind", "relays"), [("open", RELAYS), ("closed", RELAYS), ("closed", ()), ("unknown", RELAYS)]
+)
 async def test_what_is_found_at_another_address_is_announced(
-    monkeypatch: pytest.MonkeyPatch, kind: Literal["open", "closed", "unknown"]
+    monkeypatch: pytest.MonkeyPatch, kind: Literal["open", "closed", "unknown"], relays: tuple[str, ...]
 ) -> None:
+    """Of one that nobody can dial, and for which none relays, that it had: it may be carried home again."""
     asked, moved, node = list[DaemonOptions](), list[object](), seen_at("44.2.2.2")
 
     async def find_reach(options: DaemonOptions, join: object, *, hidden: bool) -> nat.Reachability:
         asked.append(options)
-        return nat.Reachability(kind=kind, host="44.2.2.2", port=7, relays=RELAYS)
+        return nat.Reachability(kind=kind, host="44.2.2.2", port=7, relays=relays)
 
     async def nothing(*_: object) -> None:
         """Of what p2pd is asked."""
@@ -242,8 +245,9 @@ async def test_what_is_found_at_another_address_is_announced(
     await node._probe_once()
     for _ in range(2):
         await node._replace_daemon()
-    announced = {"open": "44.2.2.2", "closed": "", "unknown": "44.1.1.1"}[kind]
+    relayed = relays if kind == "closed" else ()
+    announced = "44.2.2.2" if kind == "open" else "" if relayed else "44.1.1.1"
     assert told.options.seen_at == announced and {options.announce for options in asked} == {()}
-    assert told.options.relays == (RELAYS if kind == "closed" else ())
+    assert told.options.relays == relayed
     where = [with_peer_id([f"{announced}:7"], told.peer_id)] if announced else [()]
     assert moved == 2 * where
