@@ -46,7 +46,8 @@ MAX_RELAYED = 2
 MAX_UNANSWERED = 4
 """Probes in a row."""
 SEEN_EVERY_S = 60.0
-"""Between two questions where we are seen; ten times as much once that was elsewhere than before."""
+"""Between two questions where we are seen, longer in a large run; ten times as much once that was elsewhere
+than before."""
 
 _KILLED = "See that nothing kills it (memory, antivirus), and start this program again"
 _SHORT = "Mend that, and start this program again"
@@ -294,7 +295,8 @@ class Node:
         now = now_s()
         if (before := daemon.options.seen_at) and now >= self._asks_at_s:
             self._moved = await nat.seen_at(self.transport, self._join, before) != before
-            self._asks_at_s = now + SEEN_EVERY_S * (10 if self._moved else 1)
+            stretch = 10.0 if self._moved else self.directory.reader.stretch
+            self._asks_at_s = now + SEEN_EVERY_S * stretch
             if self._moved:  # providers give other addresses, and laptops are carried into other networks
                 daemon.kill()
         elif not daemon.options.relays or any(CIRCUIT in address for address in listening):

@@ -21,7 +21,7 @@ from peers.net.node import Node
 from peers.net.p2pd import Daemon, DaemonOptions
 from peers.net.p2pd_control import ControlError, DaemonControl, NobodyListens, _delimited
 from swarm.errors import Busy
-from swarm.wire.messages import pack
+from swarm.wire.messages import pack, unpack
 
 pytestmark = pytest.mark.virtual_time
 
@@ -50,6 +50,18 @@ async def test_who_asks_without_end_has_p2pd_asked_so_often_and_no_more(
             with contextlib.suppress(Busy):
                 await server.serve(SimpleNamespace(header=question, peer=peer))  # type: ignore[arg-type]
     assert control.asked == most
+
+
+async def test_who_asks_only_where_it_is_seen_is_told_of_no_relays() -> None:
+    """Each open peer asks again and again, and to look for relays among 64 peers takes 20 ms."""
+
+    def relays() -> list[str]:
+        raise AssertionError("looked for")
+
+    server = DialBack(Connected(), relays, lambda: True, list)  # type: ignore[arg-type]
+    question = pack(AskReach(peer=Identity(bytes(32)).peer_id, port=0))
+    answer = await server.serve(SimpleNamespace(header=question, peer="other"))  # type: ignore[arg-type]
+    assert unpack(answer.header, Reached).relay
 
 
 def test_no_port_that_a_stranger_tells_ends_a_newcomer() -> None:
