@@ -184,6 +184,11 @@ UNPACKED_OF_ALL_PER_S = 1.5 * CONTROL_BYTES_PER_S
 CALL_BYTES, HEADER_SHARE, LEAST_REST_S = 1024, 8, 0.02
 """Of who did no work lately a call costs so much more, as a forged ticket takes 0.3 ms, and a header so small
 a part: 1,200 calls a second of all together. Less that they owe lets none rest: that takes longer."""
+OWN_PER_S, OWN_AT_ONCE = 4096.0, 16384.0
+"""Of that each has so much for itself, whatever a crowd owes: three short calls a second. Replicas of stages
+that are no neighbours give each other no bodies, but once a second they tell how far their stages are."""
+ANSWERS = frozenset({frames.Kind.ALIVE, frames.Kind.ACCEPT, frames.Kind.RESULT, frames.Kind.ERROR})
+"""Frames of those that we call. A trainer gets no body of stage 0: it would wait for a crowd's calls."""
 WANTED_S = 60.0
 """One is for so long after a handler took a body of more than a chunk from it, or asked it for one: a crowd
 of strangers slows down strangers only."""
@@ -259,6 +264,7 @@ class Line:
         self._rates_bps: deque[float] = deque(maxlen=_BODIES)
         self._calls = Allowance(CALLS_PER_S, CALLS_AT_ONCE)
         self._control = Allowance(CONTROL_BYTES_PER_S, CONTROL_BYTES_AT_ONCE)
+        self._answers, self._own = Allowance(CALLS_PER_S, CALLS_AT_ONCE), Allowance(OWN_PER_S, OWN_AT_ONCE)
 
     @property
     def least_round_trip_s(self) -> float:
@@ -300,8 +306,11 @@ class Line:
         header_bytes = frame.header_bytes * (frame.kind is not frames.Kind.PACKED)
         if now - (self.wanted_at if is_part and header_bytes else self.worked_at) > WANTED_S:
             shared = header_bytes if is_part else header_bytes // HEADER_SHARE + CALL_BYTES * is_call
-            of_all_s = self._traffic.strangers.take(FRAME_BYTES + shared, now=now)
-            of_all_s *= is_part or of_all_s > LEAST_REST_S
+            cost, is_answer = FRAME_BYTES + shared, frame.kind in ANSWERS
+            own, costs = (self._answers, 1.0) if is_answer else (self._own, math.inf if is_part else cost)
+            if not own.take_if_there(costs, now=now):
+                of_all_s = self._traffic.strangers.take(cost, now=now)
+                of_all_s *= is_part or of_all_s > LEAST_REST_S
         return max(calls_s, of_all_s, self._control.take(FRAME_BYTES + header_bytes, now=now))
 
     def wants(self, body_bytes: int, *, now: float) -> None:

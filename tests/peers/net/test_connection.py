@@ -22,6 +22,8 @@ from peers.net.bandwidth import (
     EARLY_BYTES_OF_ALL,
     FRAME_BYTES,
     OBSERVED_EVERY_S,
+    OWN_AT_ONCE,
+    OWN_PER_S,
     UNPACKED_BYTES,
     UNPACKED_OF_ALL_PER_S,
     UNREAD_BYTES_OF_ALL,
@@ -311,9 +313,30 @@ def test_what_a_crowd_may_call_in_a_second_is_bounded_and_who_works_is_slowed_do
                 rests[n] = now + line.pays(call, now=now)
                 calls[n] += 1
     *crowd, works = calls
-    most = (CONTROL_BYTES_AT_ONCE + 10.1 * UNPACKED_OF_ALL_PER_S) / (CALL_BYTES + call.header_bytes / 8)
+    most = CONTROL_BYTES_AT_ONCE + 10.1 * UNPACKED_OF_ALL_PER_S + 20 * (OWN_AT_ONCE + 10.1 * OWN_PER_S)
+    most /= CALL_BYTES + call.header_bytes / 8
     assert sum(crowd) < most and max(crowd) < 1.2 * min(crowd)
     assert works > 9.9 * CONTROL_BYTES_PER_S / call.header_bytes
+
+
+@pytest.mark.parametrize(
+    ("said", "a_second"),
+    [(Prefix(Kind.RESULT, 1, 300, 0), 100), (Prefix(Kind.CALL, 1, 300, 0), 2)],
+    ids=["answers to a trainer", "summaries"],
+)
+def test_a_crowd_slows_down_none_that_works_without_bodies(said: Prefix, a_second: int) -> None:
+    """200 names, with their longest headers, had each of its frames wait for 3.5 s: it was taken for dead."""
+    traffic, call = Traffic(most_peers=1000), Prefix(Kind.CALL, 1, 1 << 16, 0)
+    works, *crowd = [traffic.of(f"peer {n}") for n in range(201)]
+    rests = [0.0] * 600
+    for tick in range(1000):
+        now = tick / 100
+        for n, until in enumerate(rests):
+            if until <= now:
+                rests[n] = now + crowd[n // 3].pays(call, now=now)
+        if tick % (100 // a_second) == 0:
+            assert not works.pays(said, now=now)
+    assert max(rests) > now + 3.0
 
 
 @pytest.mark.virtual_time
