@@ -584,7 +584,7 @@ def test_another_kind_of_device_is_refereed_whatever_moments_and_gradients_are_r
 ) -> None:
     terms = small()
     optimizer, codec = replace(terms.optimizer, moments="bfloat16"), replace(terms.codec, reduce="rounded16")
-    was = record(tmp_path, replace(terms, optimizer=optimizer, codec=codec))
+    was = record(tmp_path, replace(terms, optimizer=optimizer, codec=codec), before=rounded_otherwise)
     was.write(kind="f" * 32)
     assert was.verify(0, 4)
     assert "as far as another kind of device can tell" in capsys.readouterr().out
