@@ -81,7 +81,9 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
         if why and run.adds_exactly:  # who names another kind has nothing compared less closely by that alone
             again = ByStage(run, data.batch, device, first, start, scratch)
             each = (told.by_step.get(t, []) for t in range(first, last))
-            why = why if any(rerun_step(again, said, told.stages, exact=True)[0] for said in each) else ""
+            with Bar("comparing bits", much_of(run, first, last), unit="microbatches") as bar:
+                steps = (rerun_step(again, said, told.stages, exact=True, done=bar)[0] for said in each)
+                why = why if any(steps) else ""
         if why:
             print(f"a referee in float64 judges, not to the bit, {signed} of {signed} signed steps: {why}")
         again = ByStage(referee_of(run) if why else run, data.batch, device, first, start, scratch)
@@ -114,8 +116,7 @@ def rerun(
     Where others signed what is true it goes on: else one could keep the rest from being compared.
     """
     run, aside, liars = told.run, set[Stage](), dict[tuple[Stage, tuple[PeerId, ...]], str]()
-    much = run.S * sum(map(run.microbatches, range(again.version, last)))
-    with Bar("computing again", much, unit="microbatches") as bar:
+    with Bar("computing again", much_of(run, again.version, last), unit="microbatches") as bar:
         for t in range(again.version, last):
             if exact and not run.delayed_updates:
                 judge_answers(told, again, batch)
@@ -130,6 +131,11 @@ def rerun(
             if ends or (liars and t == last - 1):
                 return differs(run, liars.values(), MEETING_HINT if run.meets_at(t) else HINT)
     return True
+
+
+def much_of(run: Run, first: int, last: int) -> int:
+    """How many microbatches pass a stage in these steps."""
+    return run.S * sum(map(run.microbatches, range(first, last)))
 
 
 FOUND = {True: "it lied", False: "its answer is true", None: "it was sent something false"}

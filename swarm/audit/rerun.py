@@ -55,7 +55,7 @@ def rerun_step(
     stages: Collection[Stage],
     *,
     exact: bool,
-    done: Callable[[int], None] = lambda count: None,
+    done: Callable[[int], None],
 ) -> tuple[list[tuple[str, Said]], bool]:
     """Do the next step. Returns what differs, such as `sum`, and what was signed instead; and whether all
     does that was signed at one of `stages`: nothing after that is computed.

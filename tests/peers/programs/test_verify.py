@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -219,14 +220,17 @@ def rounded_otherwise(chain: Chain, t: int, sums: list[torch.Tensor]) -> None:
 
 
 def test_who_names_another_kind_of_device_that_finds_the_same_bits_has_nothing_judged_less_closely(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One with voice could have a small lie of another stage go unseen, within what a referee allows."""
     was = record(tmp_path)
     was.kinds[1] = "f" * 32
     was.write()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert was.verify(0, 2)
-    assert capsys.readouterr().out.startswith("steps 0 to 1 are what the peers signed, to the last bit\n")
+    said = capsys.readouterr()
+    assert said.out.startswith("steps 0 to 1 are what the peers signed, to the last bit\n")
+    assert "comparing bits [" in said.err, "it takes as long as all the rest"
 
 
 def test_a_stage_that_computed_with_what_another_kind_of_device_sent_is_refereed(
