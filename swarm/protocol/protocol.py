@@ -523,7 +523,7 @@ class StepProtocol:
         told = {t: loss for t, loss in self.run_status.losses if t < self._local.version}
         losses.update(told | losses)  # of steps in which another coordinated the run
         believes = partial(self.believes, generation=self._agreed.generation, is_told=False)
-        status = self._borne_out(run.decide(losses, self._local, believes))
+        status = self._borne_out(run.decide(losses, self._local, believes), now)
         if status == self.run_status or not self.coordinates(0, now=now):
             return
         if status.commits != self.run_status.commits:
