@@ -313,6 +313,10 @@ class Line:
                 of_all_s *= is_part or of_all_s > LEAST_REST_S
         return max(calls_s, of_all_s, self._control.take(FRAME_BYTES + header_bytes, now=now))
 
+    def owes(self, *, now: float) -> bool:
+        """Whether it has said more than it may itself, whatever others said."""
+        return min(self._calls.left(now=now), self._control.left(now=now)) < 0
+
     def wants(self, body_bytes: int, *, now: float) -> None:
         """Note that a body of it is accepted."""
         if body_bytes:

@@ -442,8 +442,10 @@ class NetTransport:
             self._log_abuse(link, f"closed a stream that broke the protocol: {link.lost_because.text}")
 
     def _slowed(self, link: Connection) -> None:
-        most = f"{CALLS_PER_S:g} calls or a MB of headers a second, or all that do no work more than they may"
-        self._log_abuse(link, f"peer {short(link.peer)} is slowed down: it sends more than {most}")
+        why = "all that do no work say more than they may together"
+        if link.line.owes(now=asyncio.get_running_loop().time()):
+            why = f"it sends more than {CALLS_PER_S:g} calls, or 1 MB of headers, a second"
+        self._log_abuse(link, f"peer {short(link.peer)} is slowed down: {why}")
 
     def _log_abuse(self, link: Connection, text: str) -> None:
         """Once a minute for each peer, and ten times for all, so that strangers cannot fill the log."""

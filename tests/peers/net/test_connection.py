@@ -14,6 +14,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from peers.clock import now_s
 from peers.net.bandwidth import (
     CALL_BYTES,
     CONTROL_BYTES_AT_ONCE,
@@ -337,6 +338,22 @@ def test_a_crowd_slows_down_none_that_works_without_bodies(said: Prefix, a_secon
         if tick % (100 // a_second) == 0:
             assert not works.pays(said, now=now)
     assert max(rests) > now + 3.0
+
+
+@pytest.mark.virtual_time
+async def test_of_one_that_waits_for_a_crowd_it_is_not_said_that_it_sends_too_much(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    transport, now = NetTransport(DaemonControl(Path("none")), Identity.generate()), now_s()
+    for peer, count in (("newcomer", 0), ("flood", 2000)):
+        link = transport._make_callee(peer)
+        link.peer, link.line = peer, transport.lines.of(peer)
+        for _ in range(count):
+            link.line.pays(Prefix(Kind.CALL, 1, 0, 0), now=now)
+        link.on_rest(link)
+    said = [record.message.partition("slowed down: ")[2] for record in caplog.records]
+    assert said[0] == "all that do no work say more than they may together"
+    assert said[1] == "it sends more than 200 calls, or 1 MB of headers, a second"
 
 
 @pytest.mark.virtual_time
