@@ -75,7 +75,7 @@ IDLE_S = 40.0
 """A test that uses no CPU time for so long waits for ever."""
 SCHEDULES = 200
 ALL_PEERS = ("tests/peers",)
-WINGS = ("peers", "net/directory", "watch")
+WINGS = ("peers", "net", "watch")
 NOT_HERE = "not process and not net and not slow"
 """Tests that start processes are no part of what is measured here."""
 FOR_EVER = "waits for ever"

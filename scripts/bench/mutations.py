@@ -9795,7 +9795,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "for p in {*first(self._stage), *first(0)} - there)",
         "for p in {*first(self._stage), *first(0)})",
         "A coordinator that answers no report, and reports, holds each step up by 3 s for ever.",
-        ("test_lying_coordinators",),
+        ("test_attack",),
     ),
     Mutation(
         "one-says-how-far-the-run-is",
@@ -9803,7 +9803,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return replace(status, version=min(said, max(least, self.belief.borne_out())))",
         "return status",
         "A run coordinator that says the run is further has every stage take itself for lost.",
-        ("test_proofs", "test_by_voice"),
+        ("test_attack",),
     ),
     Mutation(
         "voice-runs-out-by-what-one-says",
@@ -9811,7 +9811,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "self.belief.observe(peers, local.version)",
         "self.belief.observe(peers, max(local.version, self.run_status.version))",
         "A run coordinator that says 200 steps more has nobody's word count, and any commit be taken.",
-        ("test_proofs",),
+        ("test_attack",),
     ),
     Mutation(
         "losses-of-steps-far-off",
@@ -9819,7 +9819,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if step.loss is not None and step.t <= version + ahead:",
         "if step.loss is not None:",
         "Losses of steps that are far off take the place of true ones until the run is there.",
-        ("test_coordinating",),
+        ("test_attack",),
     ),
     Mutation(
         "who-does-not-coordinate-remembers-all-that-reported",
@@ -9827,7 +9827,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "there = {p: m for p, m in members.items() if not is_gone(m.seen_s, now=now)}",
         "there = {p: m for p, m in members.items()}",
         "Each that ever reported is remembered, up to a megabyte each, for as long as a peer runs.",
-        ("test_coordinating",),
+        ("test_attack",),
     ),
     Mutation(
         "go-on-without-memory-for-a-sum",
@@ -9875,7 +9875,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if few or report.done or peer in speaking)",
         "if True)",
         "345 strangers that only listen make what members sign longer than a message: no round ends.",
-        ("test_rounds",),
+        ("test_attack",),
     ),
     Mutation(
         "a-tied-head-without-exact-sums",
@@ -9883,7 +9883,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "yield inexact and (kind, model.head)",
         "yield False and (kind, model.head)",
         "Copies of one matrix on two stages drift apart by rounding.",
-        ("test_run",),
+        (),
     ),
     Mutation(
         "look-at-all-that-one-said-at-once",
@@ -9899,7 +9899,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if 2 * seen.count(host) > len(seen)), before)",
         "if True), before)",
         "One of those that a peer joined by chooses the address that it announces.",
-        ("test_supervision", "test_reach"),
+        ("test_supervision",),
     ),
     Mutation(
         "announce-the-first-address-for-ever",

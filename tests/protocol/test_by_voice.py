@@ -454,6 +454,21 @@ def test_turns_pass_while_one_rests_that_has_one() -> None:
     assert this.coordinator(1, now=NOW) == "cid"
 
 
+@pytest.mark.parametrize("reports", [False, True])
+def test_the_turn_passes_of_one_that_answers_nothing_if_it_reports(reports: bool) -> None:
+    """Ann does not reach bob; if her line is cut, others go on under him, and their turns are not hers."""
+    of_1 = [record("bob", steps=90), record("ann", steps=60), record("cid", steps=40)]
+    this = protocol_of("ann", record("zoe", 0, steps=90), *of_1)
+    for second in range(70):
+        now = NOW - 70.0 + second
+        this._backoff.failed("bob", now=now)
+        if reports:
+            with contextlib.suppress(NotNow):
+                this.report("bob", signed_report(report(0), SimSigner("bob"), None), [], now=now)
+        this.speak(now=now)
+    assert this._rotation.late == reports
+
+
 def test_a_replica_of_stage_0_that_does_not_coordinate_finds_a_commit_and_tells_it() -> None:
     of_0 = [record(name, 0, steps=steps) for name, steps in (("zoe", 60), ("yan", 40), ("wil", 40))]
     this = protocol_of("yan", *of_0, *(record(name, steps=60) for name in ("ann", "bob")), stage=0)
