@@ -461,10 +461,10 @@ def test_the_turn_passes_of_one_that_answers_nothing_if_it_reports(reports: bool
     this = protocol_of("ann", record("zoe", 0, steps=90), *of_1)
     for second in range(70):
         now = NOW - 70.0 + second
-        this._backoff.failed("bob", now=now)
         if reports:
             with contextlib.suppress(NotNow):
                 this.report("bob", signed_report(report(0), SimSigner("bob"), None), [], now=now)
+        this._backoff.failed("bob", now=now)
         this.speak(now=now)
     assert this._rotation.late == reports
 

@@ -355,6 +355,7 @@ def test_of_two_stages_one_that_coordinates_says_not_alone_that_the_run_is_furth
     second = [record("zoe", steps=60), record("x", steps=40), record("y", steps=40)]
     second = [msgspec.structs.replace(one, version=version) for one in second]
     this = protocol_of("ann", *first, *second, stage=0)
+    this._moved_s = NOW  # it has just taken a step
     local = Local(generation=GENERATION, version=0, steps={}, commits={})
     for seconds in range(10):
         this.observe(local, {0: first, 1: second}, now=NOW + seconds)
@@ -370,6 +371,7 @@ def test_a_proven_commit_bears_out_that_the_run_is_a_step_further(proven: bool) 
     """Records say it some seconds later."""
     records = [record("zoe", 0, steps=60), *(record(name, steps=40) for name in ("ann", "bob", "cid"))]
     this, said = protocol_of("bob", *records), [proof("ann", 1), *[proof("cid", 1)] * proven]
+    this._moved_s = NOW
     status = RunStatus(
         run=RUN.id, version=1, commits=(commit([proof("zoe", 0)], said),), run_coordinator="zoe"
     )
@@ -382,6 +384,7 @@ def test_no_run_is_before_the_start_of_the_generation_that_it_is_in() -> None:
     records = [record("zoe", 0, steps=60), record("ann", steps=40), record("bob", steps=40)]
     this, later = protocol_of("bob", *records), Generation(1, 5, 1, 9)
     this._enter(later, NOW)
+    this._moved_s = NOW
     for version, borne_out in ((5, 5), (6, 5)):
         status = RunStatus(run=RUN.id, generation=later, version=version, run_coordinator="zoe")
         this.hear_run_status("zoe", status, now=NOW)
