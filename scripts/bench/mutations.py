@@ -563,8 +563,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-word-proves-a-norm",
         PROOFS,
-        "if len(counting or proofs) >= PROOFS:",
-        "if len(counting or proofs) >= 1:",
+        "if len((voice and counting) or proofs) >= PROOFS:",
+        "if len((voice and counting) or proofs) >= 1:",
         "One replica makes the norm of its stage up.",
         ("test_attack",),
     ),

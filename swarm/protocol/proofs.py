@@ -274,7 +274,7 @@ class Belief:
             if any(peer in voice for peer in there):
                 what = f"the norm of stage {stage} in the commit of step {t}"
                 raise Refused(f"no peer with voice proves {what}")
-        if len(counting or proofs) >= PROOFS:
+        if len((voice and counting) or proofs) >= PROOFS:  # a voucher that is new is nobody's voice yet
             return []
         if excused is None:
             idle = [peer for peer in heard(there, voice) if peer in self._idle.get(t, ())]

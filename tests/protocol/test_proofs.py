@@ -19,6 +19,7 @@ from swarm.protocol.proofs import Belief, proves, signed_report
 from swarm.protocol.protocol import UNBORNE_S
 from swarm.protocol.replica import ApplyStep, AskAbsent, Fetch, Local, RestoreStage, follow, report_of
 from swarm.protocol.rounds import Commit, FetchResult, Prepared, Proof, StepReport
+from swarm.protocol.voice import Worked, vouch
 from swarm.records import PeerRecord
 from tests.protocol.test_by_voice import NOW, RUN, TRAINER, protocol_of, record, report, tell
 from tests.protocol.world import Step
@@ -404,6 +405,19 @@ def test_a_stage_is_not_lost_on_the_word_of_the_one_that_coordinated_it_last() -
         assert this.coordinates(1, now=later) and RestoreStage() not in this.ready(now=later).actions
         this.speak(now=later)
         assert this.stuck_s(now=later) == 0.0
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_the_first_voucher_of_one_of_two_that_prove_a_commit_is_nobodys_voice_yet(is_told: bool) -> None:
+    """Its word alone counted, that of a third was lacking for ever, and each step took minutes."""
+    new = vouch(SimSigner(TRAINER), RUN.id, Worked("bob", 40, 0))
+    bob, held = record("bob"), proof("bob", 1, steps=40)
+    bob = msgspec.structs.replace(bob, voucher=new)
+    held = Proof("bob", msgspec.structs.replace(held.prepared, voucher=new))
+    this = belief(record("zoe", 0), record("ann"), bob, record("cid"), record("dan"))
+    assert not this.voice(1)
+    assert this.commit(commit([proof("zoe", 0)], [held, proof("cid", 1)]), GENERATION, None, is_told=is_told)
+    assert not this.lacking
 
 
 def test_who_had_nothing_of_a_step_is_asked_again_once_there_is_a_result() -> None:
