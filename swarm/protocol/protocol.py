@@ -565,11 +565,12 @@ class StepProtocol:
 
     def _borne_out(self, status: RunStatus, now: float) -> RunStatus:
         """A status of the run, which is no further than a commit or its peers bear out: stages would take
-        themselves for lost, and trainers believe no peer of stage 0. If no step is taken for long, those may
-        have slept.
+        themselves for lost, and trainers believe no peer of stage 0. Who has stood still for long believes
+        it all the same: the others may have gone on without most of those with voice.
         """
-        said, mine, long = status.version, self._local.version, now - self._moved_s >= UNBORNE_S
-        if said <= mine or long or not self.belief.needs_proof or said - 1 in self._agreed.commits:
+        said, mine = status.version, self._local.version
+        stands = UNBORNE_S <= now - self._moved_s < math.inf
+        if said <= mine or stands or not self.belief.needs_proof or said - 1 in self._agreed.commits:
             return status
         least = max(mine, status.generation.start)  # where one begins no peer has to be yet
         return replace(status, version=min(said, max(least, self.belief.borne_out())))
