@@ -9909,4 +9909,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A peer whose provider gives it another address is left out until it is restarted.",
         ("test_supervision",),
     ),
+    Mutation(
+        "who-coordinates-and-stands-still-reports-to-nobody",
+        PROTOCOL,
+        'to = self._to_tell(self._stage, None, "", 3, now)',
+        "pass",
+        "Of two one that no other stage hears has the run stand still for ever.",
+        ("test_attack",),
+    ),
 )
