@@ -27,7 +27,7 @@ Where: TypeAlias = tuple[int | str, ...]
 """Keys and places that lead to a field of a message."""
 MOST_PARTS = 2
 """Parts of a list that are told apart."""
-LEAST = 150
+LEAST = 130
 """Fields that are altered in each test."""
 
 
