@@ -224,9 +224,8 @@ class AddedUp(Event, frozen=True):
     stage: int
     t: int
     missing: int
-    """Microbatches in no ledger of the round."""
     duplicated: int
-    """Microbatches in more than one of them."""
+    """Microbatches in no ledger of the round, and in more than one."""
 
 
 class Replayed(Problem, frozen=True):

@@ -194,10 +194,8 @@ class Actions:
                 reduced, held = await self._all_reduce.run(plan, step.t, *frozen, gave_all, wait)
             if not step.over and step.prepared is None and step.ledger.frozen_for == plan.round:
                 step.audited = counts = audit(plan, m)
-                twice = counts.duplicated
-                core.emit(
-                    events.AddedUp(stage=core.stage, t=step.t, missing=counts.missing, duplicated=twice)
-                )
+                found = {"missing": counts.missing, "duplicated": counts.duplicated}
+                core.emit(events.AddedUp(stage=core.stage, t=step.t, **found))
                 core.contributed.added_up(dict(zip(plan.members, plan.ledgers, strict=True)), step.t)
                 await self._tied_weights.hold(step, reduced, held)
                 fault_point("prepared")

@@ -6937,8 +6937,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "who-does-not-report-is-not-left-out",
         COORDINATOR,
-        "for p in {*self.members, *self.voice} if",
-        "for p in self.members if",
+        "self.blame.left_out({*self.members, *self.voice}, others",
+        "self.blame.left_out({*self.members}, others",
         "One that trickles and takes itself for the coordinator is given each microbatch that is run again.",
     ),
     Mutation(
@@ -9784,8 +9784,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "say-what-was-counted-once-others-can-take-it",
         ACTIONS,
-        "                core.emit(\n                    events.AddedUp(",
-        "                step.prepared is not None and core.emit(\n                    events.AddedUp(",
+        "                core.emit(events.AddedUp(",
+        "                step.prepared is not None and core.emit(events.AddedUp(",
         "Of a step whose result was taken, and whose members died then, no ledger is told.",
         ("test_leaving",),
     ),
@@ -9915,6 +9915,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         'to = self._to_tell(self._stage, None, "", 3, now)',
         "pass",
         "Of two one that no other stage hears has the run stand still for ever.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "leave-out-all-whose-words-are-needed",
+        "swarm/protocol/blame.py",
+        "if len(others) > 1 and others <= out:",
+        "if False:",
+        "One of three that sends no part has the two others charge each other: no step for minutes.",
         ("test_attack",),
     ),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Set
 from functools import partial
 from typing import NamedTuple
 
@@ -250,9 +250,13 @@ class Blame:
         for waits in (self._computing, self._preparing):
             waits.forget(newest)
 
-    def left_out(self, peer: PeerId, *, now: float) -> bool:
-        """Whether `peer` cost the stage too much lately."""
-        return peer != self._me and self._backoff.rests(peer, now=now)
+    def left_out(self, peers: Set[PeerId], others: Set[PeerId], *, now: float) -> set[PeerId]:
+        """Those of `peers` that cost the stage too much lately. If that is all `others`, and several, whose
+        words are needed, the one that rests the shortest takes part: they may have charged one another."""
+        out = {p for p in peers if p != self._me and self._backoff.rests(p, now=now)}
+        if len(others) > 1 and others <= out:
+            out.remove(min(others, key=lambda p: (self._backoff.rests_until_s(p), p)))
+        return out
 
     def computing(
         self, t: int, reports: Mapping[PeerId, StepReport], *, now: float

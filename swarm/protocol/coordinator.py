@@ -108,7 +108,7 @@ class StageCoordinator:
         """Replicas that a decision leaves out, since their result of the step may be made up."""
         self._doubled: dict[int, dict[PeerId, int]] = {}
         """What replicas are to retract; those that rest, or have no voice, do not count before they have."""
-        self._resting: tuple[PeerId, ...] = ()
+        self._resting = set[PeerId]()
         self.unready = set[int]()
         """Steps that the stage is not ready for, as the run coordinator knows. Of others it may have heard
         that it is, and commit them, with results that this peer does not believe."""
@@ -156,8 +156,10 @@ class StageCoordinator:
         """Decide on each open step, from the reports that are here."""
         before = self._all_left_out()
         self._decisions, self._left_out, self._doubled = {}, {}, {}
-        resting = (p for p in {*self.members, *self.voice} if self.blame.left_out(p, now=now))
-        self._resting = tuple(sorted(resting))[:MAX_LEFT_OUT]
+        others = (
+            {*heard(self.members, self.voice)} - {self._me} if self._run.admission.named else set[PeerId]()
+        )
+        self._resting = self.blame.left_out({*self.members, *self.voice}, others, now=now)
         newest = self.newest = self.newest_version()
         there = {p: report for p, report in self.present().items() if report.version == newest}
         self._at_newest = {p: there[p] for p in heard(there, self.voice)}
@@ -182,7 +184,7 @@ class StageCoordinator:
         believable = self._believable(t, reports)
         self._left_out[t] = reports.keys() - believable.keys()
         # Those that cost too much do not count.
-        steps = {p: step for p, step in believable.items() if not self.blame.left_out(p, now=now)}
+        steps = {p: step for p, step in believable.items() if p not in self._resting}
         self._forget_plan(t, reports)
         # What those hold that are left out is run again: while they do, no result without it is believed.
         rest = {p: step.done for p, step in believable.items() if step.done and p in self._resting}
@@ -326,7 +328,7 @@ class StageCoordinator:
         return Directive(
             run=self._run.id, stage=self._stage, coordinator=self._me, generation=self._agreed.generation,
             version=self.newest, behind_s=int(behind_s), sources=tuple(sources[:MAX_SOURCES]), digest=digest,
-            left_out=self._resting,
+            left_out=tuple(sorted(self._resting))[:MAX_LEFT_OUT],
             steps=tuple(self._step_directive(t, decision, peer) for t, decision in self._decisions.items()),
             commits=newest_commits(commits, since=self.members[peer].report.version),
             # Only trainers need it, and they ask stage 0; for other stages it would mean a message per
