@@ -9912,7 +9912,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "who-coordinates-and-stands-still-reports-to-nobody",
         PROTOCOL,
-        'to = self._to_tell(self._stage, None, "", 3, now)',
+        "to = others if len(others) == 1 else to",
         "pass",
         "Of two one that no other stage hears has the run stand still for ever.",
         ("test_attack",),

@@ -255,8 +255,8 @@ class StepProtocol:
         if coordinator == self._me:
             self._lead(now)
             if self.belief.needs_proof and now - self._moved_s >= LOST_S:
-                # Where other stages do not hear it another one speaks in its turn, and needs its word.
-                to = self._to_tell(self._stage, None, "", 3, now)
+                others = self._to_tell(self._stage, None, "", 3, now)
+                to = others if len(others) == 1 else to  # of two it needs this word, if it alone is heard
         elif coordinator is not None:
             if not self._backoff.rests(coordinator, now=now):
                 self._followed_s = now

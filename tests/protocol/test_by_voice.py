@@ -454,15 +454,15 @@ def test_turns_pass_while_one_rests_that_has_one() -> None:
     assert this.coordinator(1, now=NOW) == "cid"
 
 
-@pytest.mark.parametrize("stands", [False, True])
-def test_who_coordinates_and_stands_still_reports_to_those_whose_turn_is_next(stands: bool) -> None:
-    """Perhaps no other stage hears it: cid, which they hear in its turn, needs its word."""
-    of_1 = [record("ann", steps=90), record("bob", steps=60), record("cid", steps=40)]
+@pytest.mark.parametrize(("stands", "of_two"), [(False, True), (True, True), (True, False)])
+def test_of_two_who_coordinates_and_stands_still_reports_to_the_other_one(stands: bool, of_two: bool) -> None:
+    """Perhaps no other stage hears it: bob, which they hear in its turn, needs its word. Of three two do."""
+    of_1 = [record("ann", steps=90), record("bob", steps=60), *[record("cid", steps=40)] * (not of_two)]
     this = protocol_of("ann", record("zoe", 0, steps=90), *of_1)
     this._moved_s = NOW - LOST_S * stands
     assert this.speak(now=NOW)
     said = [to for to, body, _ in this.ready(now=NOW).messages if isinstance(body, ReplicaReport)]
-    assert said == (["bob", "cid"] if stands else [])
+    assert said == (["bob"] if stands and of_two else [])
 
 
 @pytest.mark.parametrize("reports", [False, True])
