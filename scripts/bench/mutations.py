@@ -6937,8 +6937,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "who-does-not-report-is-not-left-out",
         COORDINATOR,
-        "self.blame.left_out({*self.members, *self.voice}, others",
-        "self.blame.left_out({*self.members}, others",
+        "self.blame.left_out(newest, {*self.members, *self.voice}, others",
+        "self.blame.left_out(newest, {*self.members}, others",
         "One that trickles and takes itself for the coordinator is given each microbatch that is run again.",
     ),
     Mutation(

@@ -250,12 +250,12 @@ class Blame:
         for waits in (self._computing, self._preparing):
             waits.forget(newest)
 
-    def left_out(self, peers: Set[PeerId], others: Set[PeerId], *, now: float) -> set[PeerId]:
+    def left_out(self, t: int, peers: Set[PeerId], others: Set[PeerId], *, now: float) -> set[PeerId]:
         """Those of `peers` that cost the stage too much lately. If that is all `others`, and several, whose
-        words are needed, the one that rests the shortest takes part: they may have charged one another."""
+        words are needed, the one that cost least in steps up to `t` takes part, until it has cost more."""
         out = {p for p in peers if p != self._me and self._backoff.rests(p, now=now)}
         if len(others) > 1 and others <= out:
-            out.remove(min(others, key=lambda p: (self._backoff.rests_until_s(p), p)))
+            out.remove(min(others, key=lambda p: (self._backoff.cost_s(p, t=t), p)))
         return out
 
     def computing(

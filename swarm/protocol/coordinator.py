@@ -159,8 +159,8 @@ class StageCoordinator:
         others = (
             {*heard(self.members, self.voice)} - {self._me} if self._run.admission.named else set[PeerId]()
         )
-        self._resting = self.blame.left_out({*self.members, *self.voice}, others, now=now)
         newest = self.newest = self.newest_version()
+        self._resting = self.blame.left_out(newest, {*self.members, *self.voice}, others, now=now)
         there = {p: report for p, report in self.present().items() if report.version == newest}
         self._at_newest = {p: there[p] for p in heard(there, self.voice)}
         until = min(newest + (2 if self._run.delayed_updates else 1), self._run.steps)

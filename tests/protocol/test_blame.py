@@ -98,9 +98,7 @@ def test_a_claim_that_takes_too_long_is_run_again_and_charged() -> None:
     assert this.computing(0, reports, now=COMPUTED_S - 1.0) == reports
     told = this.computing(0, reports, now=COMPUTED_S + 1.0)
     assert told["bob"].in_progress == 0 and told["ann"] == reports["ann"]
-    assert this.left_out({"bob"}, set(), now=COMPUTED_S + 1.0) and not this.left_out(
-        {"ann"}, set(), now=COMPUTED_S + 1.0
-    )
+    assert this.left_out(0, {"ann", "bob"}, set(), now=COMPUTED_S + 1.0) == {"bob"}
     assert backoff.rests("bob", now=COMPUTED_S + 1.0)
 
 
@@ -130,7 +128,7 @@ def test_a_claim_that_was_undone_and_made_again_counts_from_then() -> None:
             this.computing(t, {"ann": own, "bob": step(0b1110)}, now=1000.0 * t + now)
     for now in (3000.0, 3001.0 + COMPUTED_S):
         this.computing(3, {"ann": step(0b1110), "bob": step(computes=1)}, now=now)
-    assert this.left_out({"bob"}, set(), now=3001.0 + COMPUTED_S)
+    assert this.left_out(0, {"bob"}, set(), now=3001.0 + COMPUTED_S)
 
 
 def test_a_claim_costs_nothing_while_the_stage_waits_for_other_microbatches() -> None:
@@ -138,7 +136,7 @@ def test_a_claim_costs_nothing_while_the_stage_waits_for_other_microbatches() ->
     reports = {"ann": step(0b0011), "bob": step(computes=0b1000)}
     for now in (0.0, 200.0, 400.0):
         assert this.computing(0, reports, now=now) == reports
-    assert not this.left_out({"bob"}, set(), now=400.0)
+    assert not this.left_out(0, {"bob"}, set(), now=400.0)
 
 
 # --- duplicates ---
@@ -157,10 +155,10 @@ def test_one_that_does_not_retract_is_left_out_though_it_claims_other_things_mea
     for tenths in range(190):
         claim = ALL if tenths // 10 % 2 else 0b0101 if tenths % 2 else 0
         undo(this, {"ann": step(ALL), "bob": step(claim)}, tenths / 10)
-        assert not this.left_out({"bob"}, set(), now=tenths / 10)
+        assert not this.left_out(0, {"bob"}, set(), now=tenths / 10)
     for tenths in range(190, 270):
         undo(this, {"ann": step(ALL), "bob": step(ALL)}, tenths / 10)
-    assert this.left_out({"bob"}, set(), now=27.0) and not this.left_out({"ann"}, set(), now=27.0)
+    assert this.left_out(0, {"ann", "bob"}, set(), now=27.0) == {"bob"}
 
 
 def test_one_that_others_retract_for_keeps_what_it_has() -> None:
@@ -169,20 +167,20 @@ def test_one_that_others_retract_for_keeps_what_it_has() -> None:
     undo(this, both, 0.0)
     undo(this, none, 1.0, generation=1)  # what a rollback takes is no fault of its own
     for now in (2.0, 12.0):
-        assert not this.left_out({"aaa"}, set(), now=now)
+        assert not this.left_out(0, {"aaa"}, set(), now=now)
         undo(this, both, now, generation=1)
         undo(this, one, now + 1.0, generation=1)
         undo(this, none, now + 2.0, generation=1)
-    assert this.left_out({"aaa"}, set(), now=15.0) and not this.left_out({"ann"}, set(), now=15.0)
+    assert this.left_out(0, {"aaa"}, set(), now=15.0) and not this.left_out(0, {"ann"}, set(), now=15.0)
 
 
 def test_one_that_takes_back_what_it_said_untold_is_charged_with_the_time_since() -> None:
     """With each claim the stage looked complete, or lacked what nobody was told: 13 s, and then 20 more."""
     this, _ = blame()
     for tenths in range(202):
-        assert tenths > 199 or not this.left_out({"bob"}, set(), now=tenths / 10)
+        assert tenths > 199 or not this.left_out(0, {"bob"}, set(), now=tenths / 10)
         undo(this, {"ann": step(0b0011), "bob": step(0b0011 if tenths % 2 else 0b1100)}, tenths / 10)
-    assert this.left_out({"bob"}, set(), now=20.2)
+    assert this.left_out(0, {"bob"}, set(), now=20.2)
 
 
 def test_one_that_loses_its_sum_or_retracts_what_it_was_told_to_is_charged_with_little() -> None:
@@ -202,10 +200,10 @@ def test_a_replica_that_never_has_the_result_is_left_out() -> None:
     this.planned(0, now=0.0)
     this.prepared(0, fetch, None, reports, now=1.0)
     this.prepared(0, fetch, None, reports, now=1.0 + 3.0)
-    assert not this.left_out({"bob"}, set(), now=4.0), "it may have to fetch all that the round moved"
+    assert not this.left_out(0, {"bob"}, set(), now=4.0), "it may have to fetch all that the round moved"
     for tenths in range(40, 400):
         this.prepared(0, fetch, None, reports, now=tenths / 10)
-    assert this.left_out({"bob"}, set(), now=40.0)
+    assert this.left_out(0, {"bob"}, set(), now=40.0)
 
 
 def test_nobody_is_charged_for_a_result_that_the_coordinator_itself_lacks() -> None:
@@ -213,7 +211,7 @@ def test_nobody_is_charged_for_a_result_that_the_coordinator_itself_lacks() -> N
     fetch = FetchResult(round="r", sources=("bob",), ready=False, sqnorm=1.0)
     for now in range(100):
         this.prepared(0, fetch, None, {"bob": step(ALL, held="r"), "cid": step()}, now=float(now))
-    assert not this.left_out({"cid"}, set(), now=100.0)
+    assert not this.left_out(0, {"cid"}, set(), now=100.0)
     assert PREPARED_S < 100.0
 
 
@@ -230,7 +228,7 @@ def test_after_a_round_that_failed_for_no_reason_to_be_seen_the_coordinator_owns
     plan = plan_of(ann=step(0b0011), bob=step(0b0100), cid=step(0b1000))
     assert this.owners(0, plan, failed(plan), now=0.0) == ["ann", "bob", "cid"]
     assert this.owners(0, plan, failed(plan, "bob"), now=1.0) == ["ann"]
-    assert not this.left_out({*plan.members}, set(), now=1.0)
+    assert not this.left_out(0, {*plan.members}, set(), now=1.0)
 
 
 def test_one_that_fails_with_the_coordinator_alone_is_charged_by_its_own_word() -> None:
@@ -241,7 +239,7 @@ def test_one_that_fails_with_the_coordinator_alone_is_charged_by_its_own_word() 
         assert isinstance(decision, Plan) and decision.parts == (90, 0, 0)
         plan = Plan(f"{number}", number, decision.members, decision.ledgers, decision.parts)
         this.owners(0, plan, failed(plan, "bob"), now=float(number))
-    assert this.left_out({"bob"}, set(), now=2.0) and not this.left_out({"cid"}, set(), now=2.0)
+    assert this.left_out(0, {"bob"}, set(), now=2.0) and not this.left_out(0, {"cid"}, set(), now=2.0)
 
 
 def test_a_round_that_ends_since_another_has_a_result_is_nobodys_fault() -> None:
@@ -254,7 +252,7 @@ def test_a_round_that_ends_since_another_has_a_result_is_nobodys_fault() -> None
         broken = replace(alone, round=f"{number}")
         this.prepared(0, fetch, broken, {}, now=0.0)
         this.owners(0, broken, failed(broken, "bob"), now=1.0)
-    assert not this.left_out({"bob"}, set(), now=1.0)
+    assert not this.left_out(0, {"bob"}, set(), now=1.0)
 
 
 def test_one_that_is_seen_after_a_round_that_failed_for_no_reason_had_both_fail() -> None:
@@ -263,7 +261,7 @@ def test_one_that_is_seen_after_a_round_that_failed_for_no_reason_had_both_fail(
     backoff.aborted("cid", t=0, since_s=0.0, now=0.0)
     this.owners(0, plan, failed(plan, "bob"), now=1.0)
     backoff.aborted("bob", t=0, since_s=2.0, now=2.0)
-    assert this.left_out({"bob"}, set(), now=2.0) and not this.left_out({"cid"}, set(), now=2.0)
+    assert this.left_out(0, {"bob"}, set(), now=2.0) and not this.left_out(0, {"cid"}, set(), now=2.0)
 
 
 def test_a_round_that_a_death_broke_is_nobodys_fault() -> None:
@@ -532,12 +530,14 @@ def test_a_coordinator_that_is_waited_for_when_it_would_have_reduced_all_itself_
     assert backoff.rests("ann", now=123.5)
 
 
-def test_of_all_others_whose_words_are_needed_the_one_that_rests_the_shortest_takes_part() -> None:
+def test_of_all_others_whose_words_are_needed_the_one_that_cost_least_takes_part() -> None:
     """A liar that sent two its parts of no sum had each of them charge the other: 200 s for a step."""
     this, backoff = blame()
-    for peer, at in (("bob", 1.0), ("cid", 0.0)):
-        backoff.charge(peer, t=0, since_s=at, now=at, rounds=BUDGET_ROUNDS)
+    for peer, lost_s in (("bob", 6.0), ("cid", 5.0)):
+        backoff.charge(peer, t=0, since_s=0.0, now=lost_s, rounds=BUDGET_ROUNDS)
     three, both = {"ann", "bob", "cid"}, {"bob", "cid"}
-    assert this.left_out(three, both, now=2.0) == {"bob"}
-    assert this.left_out(three, {"bob"}, now=2.0) == both, "of two the other one computes alone"
-    assert this.left_out(three, {*both, "dan"}, now=2.0) == both, "dan is there"
+    assert this.left_out(0, three, both, now=7.0) == {"bob"}
+    assert this.left_out(0, three, {"bob"}, now=7.0) == both, "of two the other one computes alone"
+    assert this.left_out(0, three, {*both, "dan"}, now=7.0) == both, "dan is there"
+    backoff.charge("cid", t=0, since_s=7.0, now=12.0, rounds=1)
+    assert this.left_out(0, three, both, now=12.0) == {"cid"}, "it costs more by now"
