@@ -9910,14 +9910,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_supervision",),
     ),
     Mutation(
-        "who-coordinates-and-stands-still-reports-to-nobody",
-        PROTOCOL,
-        "to = others if len(others) == 1 else to",
-        "pass",
-        "Of two one that no other stage hears has the run stand still for ever.",
-        ("test_attack",),
-    ),
-    Mutation(
         "leave-out-all-whose-words-are-needed",
         "swarm/protocol/blame.py",
         "if len(others) > 1 and others <= out:",

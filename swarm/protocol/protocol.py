@@ -251,12 +251,8 @@ class StepProtocol:
                 for peer in first(self._stage + 1, held_up):  # from now on it has less time to answer in
                     self._backoff.charge(peer, t=self._local.version, since_s=now, now=now)
                 coordinator = self.coordinator(self._stage, now=now)
-        to, since = set[PeerId](), 0
         if coordinator == self._me:
             self._lead(now)
-            if self.belief.needs_proof and now - self._moved_s >= LOST_S:
-                others = self._to_tell(self._stage, None, "", 3, now)
-                to = others if len(others) == 1 else to  # of two it needs this word, if it alone is heard
         elif coordinator is not None:
             if not self._backoff.rests(coordinator, now=now):
                 self._followed_s = now
@@ -264,13 +260,13 @@ class StepProtocol:
             there = {p: m for p, m in members.items() if not is_gone(m.seen_s, now=now)}
             self._coordinator.members = {p: m for p, m in there.items() if p != self._me}
             self._coordinator.forget_answers()
-            last = self.directive
+            last, since = self.directive, 0
             if last and (last.coordinator, last.generation) == (coordinator, self._local.generation):
                 since = last.version if coordinator in last.sources else 0  # it knows the commits before
-            to = self._to_tell(self._stage, coordinator, last.coordinator if last else "", 0, now)
-        if to:
             report = self._report(since=since)
-            self._messages += [Message(peer, *report) for peer in sorted(to)]
+            told = last.coordinator if last else ""
+            for peer in sorted(self._to_tell(self._stage, coordinator, told, 0, now)):
+                self._messages.append(Message(peer, *report))
         return coordinator == self._me
 
     def _to_tell(self, stage: Stage, seen: PeerId | None, told: PeerId, more: int, now: float) -> set[PeerId]:

@@ -454,17 +454,6 @@ def test_turns_pass_while_one_rests_that_has_one() -> None:
     assert this.coordinator(1, now=NOW) == "cid"
 
 
-@pytest.mark.parametrize(("stands", "of_two"), [(False, True), (True, True), (True, False)])
-def test_of_two_who_coordinates_and_stands_still_reports_to_the_other_one(stands: bool, of_two: bool) -> None:
-    """Perhaps no other stage hears it: bob, which they hear in its turn, needs its word. Of three two do."""
-    of_1 = [record("ann", steps=90), record("bob", steps=60), *[record("cid", steps=40)] * (not of_two)]
-    this = protocol_of("ann", record("zoe", 0, steps=90), *of_1)
-    this._moved_s = NOW - LOST_S * stands
-    assert this.speak(now=NOW)
-    said = [to for to, body, _ in this.ready(now=NOW).messages if isinstance(body, ReplicaReport)]
-    assert said == (["bob"] if stands and of_two else [])
-
-
 @pytest.mark.parametrize("reports", [False, True])
 def test_the_turn_passes_of_one_that_answers_nothing_if_it_reports(reports: bool) -> None:
     """Ann does not reach bob; if her line is cut, others go on under him, and their turns are not hers."""

@@ -17,7 +17,6 @@ import torch
 
 from peers.ports import Answer, Request
 from peers.sim.loop import run_virtual
-from swarm.errors import PeerSilent
 from swarm.ids import Generation, Position
 from swarm.manifest import audit_run
 from swarm.protocol.ledger import Bitmap
@@ -191,27 +190,6 @@ async def test_a_coordinator_that_answers_no_report_and_reports_to_others_costs_
 
     lied_s = await lasts_s(stage, answers_no_report, dtype="float32", seed=seed, steps=STEPS * 3)
     assert lied_s - await clean_s(STEPS * 3) <= BUDGET_S
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", some([1, 2], quick=[1]))
-async def test_of_two_one_that_no_other_stage_hears_costs_its_budget(stage: int, honest_s: float) -> None:
-    """Its line may be cut in one direction. It took the other stages for away and itself for the coordinator
-    for ever, and the other one of its stage, which spoke in its turn, lacked its word: no step was taken.
-    """
-
-    def tells_no_other_stage(s: Swarm) -> None:
-        transport = s.network.peers[f"s{stage}p0"].transport
-        honest = transport.call
-
-        async def call(peer: str, method: str, *more: Any, **how: Any) -> Answer:
-            if method == "summary":
-                raise PeerSilent(peer, "no way there")
-            return await honest(peer, method, *more, **how)
-
-        transport.call = call  # type: ignore[method-assign]
-
-    assert await lasts_s(stage, tells_no_other_stage, replicas=2) - honest_s <= BUDGET_S
 
 
 @pytest.mark.slow
