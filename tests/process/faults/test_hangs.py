@@ -22,8 +22,9 @@ from tests.process.swarm_processes import Program, Training, eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
-NOTICED_S = 15.0
-"""On an idle machine 5 s, most of it the wait for heartbeats."""
+NOTICED_S = 25.0
+"""On an idle machine 5 s, most of it the wait for heartbeats; on two busy cores 18 and 20 s were seen. It is
+measured in docs/benchmarks/recovery.md."""
 
 
 class Running(Training):
