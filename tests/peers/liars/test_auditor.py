@@ -498,6 +498,15 @@ async def test_of_two_one_whose_sum_the_other_and_an_auditor_find_false_is_left_
         assert trainer.verdicts.convicted == {"s1p1"}
 
 
+def accuse_falsely(s: Swarm, teller: str, accused: str) -> None:
+    """Have one say to all that ask that it has convicted another."""
+
+    async def accuses(request: Request) -> Answer:
+        return Answer(pack(Convicted(yes=unpack(request.header, AskConvicted).peer == accused)))
+
+    s.network.peers[teller].transport.serve("convicted", accuses)
+
+
 async def test_of_two_an_honest_one_that_shows_an_auditor_nothing_is_left_out_by_nobody() -> None:
     """It may have paused, or lost its sum: with the word of the other one all others left it out for good."""
     run = admitting(audited_run(steps=2, microbatches=4), sybils.TRAINER, AUDITOR)
@@ -508,11 +517,8 @@ async def test_of_two_an_honest_one_that_shows_an_auditor_nothing_is_left_out_by
         async def paused(request: Request) -> Answer:
             raise NotNow("this peer is paused", retry_after_s=1.0)
 
-        async def accuses(request: Request) -> Answer:
-            return Answer(pack(Convicted(yes=unpack(request.header, AskConvicted).peer == "s1p1")))
-
         s.network.peers["s1p1"].transport.serve("kept", paused)
-        s.network.peers["s1p0"].transport.serve("convicted", accuses)
+        accuse_falsely(s, "s1p0", "s1p1")
         trainer = s.add_trainer(sybils.TRAINER, window=1)
         add_auditor(s, 1)
         await s.until_finished(limit_s=120.0)
@@ -555,11 +561,7 @@ async def test_of_two_an_honest_one_is_not_audited_by_what_it_signed_in_a_round_
     async with swarm(run, replicas=(1, 2, 1)) as s:
         sybils.give_voice(s, *s.peers)
         await s.until_serving()
-
-        async def accuses(request: Request) -> Answer:
-            return Answer(pack(Convicted(yes=unpack(request.header, AskConvicted).peer == "s1p1")))
-
-        s.network.peers["s1p0"].transport.serve("convicted", accuses)
+        accuse_falsely(s, "s1p0", "s1p1")
         tell_of_another_round(s, "s1p0", "s1p1")
         trainer = s.add_trainer(sybils.TRAINER, window=1)
         auditor = add_auditor(s, 1)
