@@ -300,7 +300,7 @@ class Line:
 
     def pays(self, frame: frames.Prefix, *, now: float) -> float:
         """Note a frame that it sends; how long to read nothing more of it, in seconds."""
-        is_call, is_part = (frame.kind is kind for kind in (frames.Kind.CALL, frames.Kind.BODY))
+        is_call, is_part = frame.kind is frames.Kind.CALL, frame.kind is frames.Kind.BODY
         calls_s, of_all_s = self._calls.take(1.0, now=now) if is_call else 0.0, 0.0
         # What a packed part unpacks to pays.
         header_bytes = frame.header_bytes * (frame.kind is not frames.Kind.PACKED)

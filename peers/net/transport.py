@@ -90,7 +90,9 @@ class Dialer:
     def pause(self, why: str, *, for_good: bool) -> None:
         """Open nothing from now on. Calls wait for `resume`, unless it is `for_good`."""
         self.closed = why
-        (self._back.set if for_good else self._back.clear)()
+        self._back.clear()
+        if for_good:
+            self._back.set()
 
     def resume(self) -> None:
         """A new p2pd took the place of the one that died."""

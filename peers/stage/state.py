@@ -263,7 +263,8 @@ class StageCore:
 
     async def forget_work_of(self, peer: PeerId) -> None:
         """Take out of the open sums what a peer, which lied, sent inputs or computed gradients for."""
-        for step in (steps := [*self.steps.values()]):
+        steps = [*self.steps.values()]
+        for step in steps:
             step.doubted = True
         false = [(step, await self.device.run(Rank.STEP, step.t, step.work_of, peer)) for step in steps]
         await asyncio.gather(*(self.retract(step, m, later=True) for step, m in false if m))
