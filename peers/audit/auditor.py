@@ -230,9 +230,7 @@ class Auditor:
         return False
 
     async def _compare(self, compute: StageCompute, t: int, by: PeerId, result: torch.Tensor) -> None:
-        """Compare a result that one replica alone signed with all microbatches of its step, which any may
-        keep.
-        """
+        """Compare a result that one replica alone signed with its step's microbatches, which any may keep."""
         stage, recount = compute.stage, Recount(compute, t, (0, compute.numel))
         await self._device.run(Rank.STEP, t, _begin, compute, t)
         kept = KeptWork(self._run, stage, self._transport, self._directory, lambda: compute.version)

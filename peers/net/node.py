@@ -46,8 +46,7 @@ MAX_RELAYED = 2
 MAX_UNANSWERED = 4
 """Probes in a row."""
 SEEN_EVERY_S = 60.0
-"""Between two questions where we are seen, longer in a large run; ten times as much once that was elsewhere
-than before."""
+"""Between two questions where we are seen, longer in a large run; ten times as much once that changed."""
 
 _KILLED = "See that nothing kills it (memory, antivirus), and start this program again"
 _SHORT = "Mend that, and start this program again"

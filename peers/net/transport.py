@@ -49,8 +49,7 @@ PROTOCOL = "/swarm/calls/1"
 MAX_LINKS = 2048
 """Streams from callers, all together: 0.2 kB each while idle, and a file descriptor."""
 MAX_LINKS_PER_PEER = 3
-"""A caller needs one, and another while calls move to a better path; and it may redial before we notice that
-one broke."""
+"""A caller needs one, another while calls move to a better path, a third when it redials a broken one."""
 SEEN_FOR_ROOM = 8
 """Streams of which one makes room: to look at all for each that comes would take half a millisecond."""
 STUCK_S = 5.0

@@ -166,14 +166,8 @@ def as_json(
             for op, stage, cost in zip(graph.operators, assignment, costs, strict=True)
         ],
         "stages": [
-            {
-                "stage": plan.stage,
-                "operators": list(plan.operators),
-                "parameters": list(plan.parameters),
-                "inputs": [value.name for value in plan.inputs],
-                "outputs": [value.name for value in plan.outputs],
-                "bytes_out": plan.bytes_out,
-            }
+            {name: getattr(plan, name) for name in ("stage", "operators", "parameters", "bytes_out")}
+            | {name: [value.name for value in getattr(plan, name)] for name in ("inputs", "outputs")}
             for plan in plans
         ],
     }

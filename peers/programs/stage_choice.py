@@ -53,8 +53,7 @@ def unserved(records: Sequence[PeerRecord], run: Run, mine: Sequence[Stage] = ()
 
 
 def check_stages(option: str, given: Sequence[Stage], run: Run, *, cells: bool = False) -> None:
-    """Raise SetupError if the run has no such stage. Less than 0 counts from the end. `cells`: of all islands
-    in a row."""
+    """Raise SetupError if the run has no such stage. Below 0 counts from the end. `cells`: of all islands."""
     there, noun = (run.cells, "cells") if cells and run.cells > run.S else (run.S, "stages")
     for stage in given:
         if not -there <= stage < there:

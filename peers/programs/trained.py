@@ -321,14 +321,8 @@ def evaluate(
             "tokens": tokens,
             "bytes": size_bytes,
         }
-    return Evaluation(
-        run=run.id,
-        step=model.step,
-        loss=loss,
-        samples=len(offsets),
-        seconds=time.monotonic() - began,
-        **of_text,  # type: ignore
-    )
+    told = {**of_text, "samples": len(offsets), "seconds": time.monotonic() - began}
+    return Evaluation(run=run.id, step=model.step, loss=loss, **told)  # type: ignore
 
 
 def _bytes_of(tokenizer: Tokenizer, labels: np.ndarray) -> int:

@@ -41,8 +41,7 @@ CHUNKS_OF_A_PART = 8
 SMALL_CHUNK_ELEMENTS = 1 << 14
 """Less is not worth a call. What fits into one frame (`frames.CHUNK_BYTES`) is sent in its turn, whole."""
 CHUNKS_IN_FLIGHT = 6
-"""Per owner: less than a link holds before it is accepted, or a replica that opens the round late takes no
-report."""
+"""Per owner: less than a link holds before it is accepted, or a replica that opens late takes no report."""
 START_WAIT_S = 5.0
 """A contribution may arrive before its owner has heard of the round."""
 TIMES_USUAL = 3.0

@@ -30,8 +30,7 @@ from swarm.wire.messages import OpenHeld
 RETRY_S = 0.1
 """A peer that is asked holds the request while its own reduce runs, so this is for peers that are gone."""
 ASKED_AT_ONCE = 4
-"""Replicas of a stage that are asked before a pause: at once where words count by voice, else one after the
-other."""
+"""Replicas of a stage asked before a pause: at once where words count by voice, else one after another."""
 GATHER_S = 2.5
 """Replicas that have the result answer at once; others hold the question for 2 s."""
 RENEW_S = 5.0

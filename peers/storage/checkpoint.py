@@ -280,8 +280,7 @@ def other_runs(folder: str | Path, run: Run) -> list[str]:
 
 
 def load_manifest(folder: str | Path, run_id: str) -> str:
-    """The text of the manifest that was saved with the checkpoints; check it with
-    `swarm.manifest.check_id`."""
+    """The text of the manifest saved with the checkpoints; check it with `swarm.manifest.check_id`."""
     path = Path(folder) / run_id / "run.toml"
     try:
         return path.read_text(encoding="utf-8")

@@ -36,8 +36,7 @@ class WrittenModule(nn.Module):
     BUFFERS: tuple[str, ...] = ()
 
     def __init__(self, text: str) -> None:
-        """`text`: the path of the text; the tensors lie beside it. Raises SetupError: they are not there, or
-        damaged."""
+        """`text`: its path, with the tensors beside it. Raises SetupError: they are gone, or damaged."""
         super().__init__()
         path = Path(text).with_name(TENSORS)
         try:

@@ -167,8 +167,7 @@ _NAME = re.compile(r"hf:([^@:]+)(?:@([^:]+))?(?::([^:]*))?(?::([^:]+))?")
 
 
 class HubPart(NamedTuple):
-    """One file of a data set of Hugging Face, read as it comes by the library `datasets`; what a process is
-    given."""
+    """One file of a data set of Hugging Face, read as it comes by the library `datasets`, in any process."""
 
     where: str
     name: str

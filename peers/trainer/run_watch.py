@@ -49,8 +49,7 @@ class RunWatch:
     told = False
     """That was heard from a peer."""
     held_by_all = -1
-    """The version that every stage has: until it is the last one, some stage may be lost and need its
-    trainers."""
+    """The version that every stage has: until the last one, some stage may be lost and need its trainers."""
     _behind_since: float | None = None
     """Since when it is said to be earlier."""
     _asked_at, _reached = -math.inf, Position()

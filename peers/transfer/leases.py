@@ -31,8 +31,7 @@ from swarm.wire.messages import Ack, CloseLease, FetchChunk, Opened, TensorForm,
 CHUNK_BYTES = 1 << 20
 """Small enough that even 20 MB come evenly from several sources; the hashes of 10 GB take 320 kB."""
 LEASE_S = 60.0
-"""A lease that no peer read for this long is dropped; sooner if another one is wanted and no live peer seems
-to read it."""
+"""A lease that no peer read for so long is dropped; sooner if another is wanted and no live peer reads it."""
 QUIET_S = 10.0
 """A reader that asked for nothing for this long is taken for dead while others wait ..."""
 NO_PLACE = "others are downloading from this peer"

@@ -117,8 +117,7 @@ Cells: TypeAlias = "dict[str, str | Text]"
 
 
 def _table(rows: Sequence[tuple[str, Cells]], width: int, first_out: Sequence[str]) -> Table:
-    """Rows are a style and their cells. Where not all columns fit, those of `first_out` go, one after the
-    other."""
+    """Rows are a style and their cells. Where not all columns fit, those of `first_out` go, one by one."""
     names = rows[0][1].keys()
     shown = {name: max(len(name.lstrip("<")), *(len(cells[name]) for _, cells in rows)) for name in names}
     for name in first_out:

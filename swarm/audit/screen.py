@@ -21,8 +21,7 @@ from swarm.audit.unusual import Honest, Record
 from swarm.ids import PeerId
 
 SAMPLE = 1 << 12
-"""Elements of each chunk that are looked at, or of the gradients of a microbatch: the direction is known to
-0.02."""
+"""Elements of each chunk, or of a microbatch's gradients, that are looked at: tells the direction to 0.02."""
 REMEMBERS = 0.6
 """Part of the direction that is known from earlier steps."""
 LEAST_ANGLE = 0.3

@@ -40,8 +40,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     refused: dict[str, int] | None = None
     """Records that were refused so far, by reason; None: as before."""
     voice: dict[PeerId, int] | None = None
-    """How much the word of each peer counts (`swarm.protocol.voice`), without those that have none; None: as
-    before."""
+    """How much the word of each peer counts (`swarm.protocol.voice`), where it does; None: as before."""
 
 
 class Happening(msgspec.Struct, frozen=True, kw_only=True):

@@ -318,8 +318,7 @@ class StageCoordinator:
     ) -> Directive:
         """What `peer` is to do now."""
         at_newest = self._at_newest
-        # Different kinds of device differ in the last bits; at realignments the stage takes the majority's
-        # bits.
+        # Kinds of device differ in the last bits; at realignments the stage takes the majority's bits.
         kind = self.members[peer].report.kind
         alike = {p: r for p, r in at_newest.items() if r.kind == kind or realigns(self._run, self.newest)}
         digests = {p: r.digest for p, r in alike.items() if r.digest}
@@ -331,8 +330,7 @@ class StageCoordinator:
             left_out=tuple(sorted(self._resting))[:MAX_LEFT_OUT],
             steps=tuple(self._step_directive(t, decision, peer) for t, decision in self._decisions.items()),
             commits=newest_commits(commits, since=self.members[peer].report.version),
-            # Only trainers need it, and they ask stage 0; for other stages it would mean a message per
-            # microbatch.
+            # Only trainers need it, and ask stage 0; for other stages it would be a message per microbatch.
             run_status=replace(run_status, commits=()) if self._stage == 0 else RunStatus(run=self._run.id),
         )  # fmt: skip
 

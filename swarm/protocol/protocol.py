@@ -438,8 +438,7 @@ class StepProtocol:
             self._learn(member.report.commits, member.report.generation)
         stage.decide(now=now)
         newest, commits = stage.newest, self._agreed.known(self._local)
-        # A prepared replica waits for its commit. The run is past it: if no replica here was told, the commit
-        # is lost.
+        # A prepared replica waits for its commit: if the run is past it and no replica was told, it is lost.
         follows = stage.holds(newest) and newest in commits
         if (stage.run_version > newest and not follows) or not stage.present():
             self._behind_since = self._behind_since or now

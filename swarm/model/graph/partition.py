@@ -39,8 +39,7 @@ class StagePlan:
 
 
 def plan_stages(graph: OpGraph, assignment: Sequence[int]) -> tuple[StagePlan, ...]:
-    """The stages of a cut. Raises SetupError: it is no cut of this graph; the text names an operator that is
-    wrong."""
+    """The stages of a cut. Raises SetupError: it is no cut of this graph; names an operator that is wrong."""
     free = recomputed(graph)
     _check(graph, assignment, free)
     makers = graph.makers
