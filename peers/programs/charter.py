@@ -57,7 +57,7 @@ def run_init(options: tool_options.InitOptions) -> None:
     taken = [name for name in ("owner.key", "run.toml", "charter") if (folder / name).exists()]
     if taken:
         raise SetupError(f"{folder / taken[0]} is there already: name another folder for another run")
-    check_text(options.data)
+    check_text((*options.data, *options.eval_data))
     run = replace(demo_run(), checkpoint_every=CHECKPOINT_EVERY)
     if options.manifest is not None:
         run = load_run(options.manifest)

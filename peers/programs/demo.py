@@ -88,7 +88,7 @@ def run_demo(options: DemoOptions) -> int:
     """Run it all; 0, or 5 if a number is not what it must be."""
     terms = _manifest_of(options)
     check_size(terms.cells, options.peers, options.yes)
-    check_text(options.data)
+    check_text((*options.data, *options.eval_data))
     sizes = f"{sizes_of(terms)} × {count(options.peers, 'peer')}, {count(terms.steps, 'step')}"
     shown = sys.stderr if options.json else sys.stdout
     lines = EventLines(f"swarm demo: {sizes}", shown)

@@ -100,7 +100,7 @@ def check_text(files: Sequence[Path | str]) -> None:
         if isinstance(path, Path) and path.is_file():
             with path.open("rb") as file:
                 if b"\0" in file.read(4096):
-                    raise SetupError(f"--data {path} is not text: it has null bytes; give a text file")
+                    raise SetupError(f"{path} is not text: it has null bytes; give a text file")
 
 
 class InitOptions(arg.Options):

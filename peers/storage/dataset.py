@@ -40,6 +40,8 @@ from swarm.merkle import tree_bytes
 _LAYOUT = "3"
 """Part of every key: raise it when the same source would give other tokens."""
 _TOKENS = "0.tokens"
+_PACKED = (".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst")
+"""Not read as text, but in a run that is pinned so: a model would learn keys and quotes."""
 
 log = logging.getLogger(__name__)
 
@@ -190,6 +192,11 @@ def _text_files(run: Run, files: Sequence[str | Path]) -> list[Path]:
                 f"the data file {path} is a folder: give the text files in it, such as {path}/*.txt"
             )
         is_there("the data file", path)
+        if not run.data.sha256 and path.name.lower().endswith(_PACKED):
+            raise SetupError(
+                f"the data file {path} is packed, or has texts in rows: make tokens of it by swarm tokenize "
+                f"{path} --out FOLDER, and give FOLDER instead"
+            )
     return paths
 
 

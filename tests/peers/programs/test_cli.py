@@ -512,6 +512,8 @@ sys.exit(main(sys.argv[1:]))
         (["demo", "--data", sys.executable], Exit.SETUP, "is not text: it has null bytes; give a text file"),
         (["init", "x", "--data", sys.executable], Exit.SETUP, "is not text: it has null bytes; give a text"),
         (["init", "x", "--manifest", "no", "--data", sys.executable], Exit.SETUP, "is not text: it has null"),
+        (["init", "x", "--eval-data", sys.executable], Exit.SETUP, "is not text: it has null bytes; give a"),
+        (["demo", "--eval-data", sys.executable], Exit.SETUP, "is not text: it has null bytes; give a text"),
         (
             ["audit", *NEEDED["audit"], "--identity", "typo.key"],
             Exit.SETUP,

@@ -25,11 +25,13 @@ from hypothesis import strategies as st
 
 from peers.storage import atomic_file, dataset, tokenizer
 from peers.storage.dataset import open_dataset
+from peers.storage.samples import open_eval
 from peers.storage.tokenizer import open_tokenizer
 from swarm import tales
 from swarm.data import sample_offsets
 from swarm.errors import SetupError
 from swarm.manifest import Run, demo_run
+from swarm.manifest.tables import EvalSpec
 from swarm.merkle import Tree
 from tests.byte_pairs import save_byte_pairs
 from tests.writers import held_writer
@@ -420,6 +422,18 @@ def test_files_that_are_no_files_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SetupError, match=r"the data file .*pipe is a pipe or a device: give a file"):
         open_dataset(FILES, [tmp_path / "pipe"])
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.NDJSON", "a.parquet", "a.txt.gz", "a.jsonl.zst"])
+def test_rows_and_packed_files_are_no_text_but_in_a_run_that_was_pinned_so(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b'{"text": "abc"}\n')
+    evaluated = replace(FILES, eval=EvalSpec(every=1, samples=4, data="files"))
+    for take in (lambda: open_dataset(FILES, [path]), lambda: open_eval(evaluated, [path], None)):
+        with pytest.raises(SetupError, match=rf"packed, or has .* {path} --out FOLDER, and give FOLDER inst"):
+            take()
+    was = _pinned(root_of(path.read_bytes()), 16)
+    assert open_dataset(was, [path]).tokens == 16
 
 
 def test_a_file_that_cannot_be_opened_or_read_is_named(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
