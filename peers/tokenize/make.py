@@ -6,6 +6,7 @@ interrupted goes on where it was.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -50,17 +51,20 @@ class Making(NamedTuple):
         Raises SetupError: it cannot be read, or made into tokens; OSError: these cannot be written.
         """
         tokenizer = load_tokenizer(self.tokenizer)
+        final, dtype = self.path(text, tokenizer), token_dtype(self.vocab_size)
+        if not final.exists():  # a part of it never has its name
+            write_shard(final, self._tokens(text, tokenizer), dtype, self.vocab_size)
+        return Shard((final.name,), final.stat().st_size // ITEM_BYTES[dtype], dtype)
+
+    def path(self, text: Path | HubPart, tokenizer: Tokenizer) -> Path:
+        """Of the shard that a text becomes. Raises OSError: there is no such file."""
         if isinstance(text, HubPart):
             made_of = text.made_of
         else:
             made_of = (str(text.resolve()), (state := text.stat()).st_size, state.st_mtime_ns)
         made_by = (tokenizer.key, self.end, self.field, self.vocab_size)
         key = hashlib.sha256(msgspec.json.encode([*made_of, *made_by])).hexdigest()
-        final = self.out / f"{text.name.partition('.')[0][:40]}-{key[:16]}.tokens"
-        dtype = token_dtype(self.vocab_size)
-        if not final.exists():  # a part of it never has its name
-            write_shard(final, self._tokens(text, tokenizer), dtype, self.vocab_size)
-        return Shard((final.name,), final.stat().st_size // ITEM_BYTES[dtype], dtype)
+        return self.out / f"{text.name.partition('.')[0][:40]}-{key[:16]}.tokens"
 
     def _tokens(self, text: Path | HubPart, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
         if isinstance(text, HubPart) or has_rows(text):
@@ -92,8 +96,6 @@ def _make(options: TokenizeOptions) -> None:
     jobs = options.jobs or usable_cores()
     options.out.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(options.tokenizer)
-    if options.tokenizer is not None and tokenizer.json:
-        atomic_file.write_whole(options.out / "tokenizer.json", tokenizer.json)
     given = [None if isinstance(path, str) else _ready(path) for path in options.files]
     texts_there = any(source is None for source in given)
     end = _end(tokenizer, options.eos) if texts_there or options.eos else None
@@ -108,6 +110,13 @@ def _make(options: TokenizeOptions) -> None:
         () if source is not None else hub_parts(text, options.field) if isinstance(text, str) else (text,)
         for text, source in zip(options.files, given, strict=True)
     ]
+    names = [
+        [(str(making.path(part, tokenizer)),) for part in some] if source is None else [s.at for s in source]
+        for some, source in zip(parts, given, strict=True)
+    ]
+    _check_out(options, making, tokenizer.sha256, [at for some in names for at in some])
+    if made_by is not None:
+        atomic_file.write_whole(made_by, tokenizer.json)
     made = _made(making, [part for some in parts for part in some], jobs)
     shards = [
         tuple(itertools.islice(made, len(some))) if source is None else source
@@ -125,6 +134,25 @@ def _make(options: TokenizeOptions) -> None:
         f'"{"file" if tokenizer.sha256 else "bytes"}"\n'
         f"then: {program()} bootstrap --manifest run.toml --data {shlex.quote(str(options.out))}"
     )
+
+
+def _check_out(
+    options: TokenizeOptions, making: Making, tokenizer: str, shards: Sequence[tuple[str, ...]]
+) -> None:
+    """Raises SetupError: there is an index already, of others than these shards; a run may have pinned it."""
+    if not (path := options.out / NAME).exists():
+        return
+    filled = [at for at in shards if not (file := Path(at[0])).exists() or file.stat().st_size]
+    wanted, there = (tokenizer, making.end, options.weights or (1,), filled), None
+    with contextlib.suppress(SetupError):
+        index = open_index(str(path))
+        weights = tuple(source.weight for source in index.sources)
+        there = (index.tokenizer, index.eos, weights, [shard.at for shard in index.shards])
+    if there != wanted:
+        raise SetupError(
+            f"{path} is of other data, or of these as they were, and a run may need it: give another --out, "
+            "or remove that file first"
+        )
 
 
 def _ready(path: Path) -> tuple[Shard, ...] | None:

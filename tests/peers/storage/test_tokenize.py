@@ -214,6 +214,7 @@ def test_what_was_made_is_not_made_again_and_several_processes_make_the_same(
     first = made(capsys, out, *files, "--tokenizer", words, "--jobs", 2)
     before = {path: path.stat().st_mtime_ns for path in out.glob("*.tokens")}
     files[1].write_text(files[1].read_text() + '{"text": "more"}\n')
+    (out / "index.json").unlink()
     second = made(capsys, out, *files, "--tokenizer", words, "--jobs", 1)
     assert first.splitlines()[1:] == second.splitlines()[1:] and first != second
     now = {path: path.stat().st_mtime_ns for path in out.glob("*.tokens")}
@@ -244,6 +245,35 @@ def test_what_was_made_is_not_made_again_whatever_lies_beside_it(
     before, _ = shard.stat(), shard.with_suffix(".json").write_bytes(b"")
     assert made(capsys, out, text) == first
     assert shard.stat().st_mtime_ns == before.st_mtime_ns
+
+
+@pytest.mark.parametrize("what", ["file", "changed", "fewer", "order", "end", "weights", "no index"])
+def test_the_index_of_another_data_set_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: Path, what: str
+) -> None:
+    """A run that had pinned it could not be trained any more."""
+    one, two, empty = (rows(tmp_path / f"{n}.jsonl", [n] * (n != "empty")) for n in ("one", "two", "empty"))
+    with_words = ["--tokenizer", words, "--jobs", 1]
+    out, given = tmp_path / "out", [one, empty, two, "--weights", 2, 1, 1, *with_words]
+    first = made(capsys, out, *given)
+    assert made(capsys, out, *given) == first
+    if what == "changed":
+        rows(two, ["two", "three"])
+    if what == "no index":
+        (out / "index.json").write_text("{}")
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    others: dict[str, list[Any]] = {
+        "file": [rows(tmp_path / "other.jsonl"), *with_words],
+        "fewer": [one, *with_words],
+        "order": [two, one, empty, "--weights", 2, 1, 1, *with_words],
+        "end": [*given, "--eos", "none"],
+        "weights": [one, empty, two, "--weights", 3, 1, 1, *with_words],
+    }
+    said = made(capsys, out, *others.get(what, given), ends=cli.Exit.SETUP)
+    assert "index.json is of other data, or of these as they were" in said and "give another --out" in said
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    (out / "index.json").unlink()
+    made(capsys, out, *others.get(what, given))
 
 
 def test_an_ending_in_capitals_says_what_a_file_is_as_well(
