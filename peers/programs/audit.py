@@ -20,7 +20,7 @@ class Audit(Networked[AuditOptions]):
     async def run(self) -> None:
         options = self.options
         prepare = partial(choose_device, options.device)
-        async with self._joined("audit", options, prepare) as (node, run, device):
+        async with self._joined("audit", options, prepare, self._accept) as (node, run, device):
             import torch
 
             from peers.audit.auditor import Auditor
@@ -28,12 +28,6 @@ class Audit(Networked[AuditOptions]):
             from peers.storage.start_weights import offer_start
             from swarm.model.stage import StageCompute
 
-            if not run.admission.may_audit(node.peer_id):
-                raise SetupError(
-                    f"this peer ({node.peer_id}) may not audit run {run.name!r}: give the key of its owner "
-                    "as --identity, or that of a trainer that its manifest names"
-                )
-            check_audited(run)
             torch.set_num_threads(1)
             await asyncio.to_thread(offer_start, run, options.start)
             cores = (options.threads or usable_cores()) // run.batch.microbatch_threads
@@ -43,6 +37,16 @@ class Audit(Networked[AuditOptions]):
                 lambda stage: StageCompute(run, stage, device), self._emit,
             )  # fmt: skip
             await self._run(auditor)
+
+    def _accept(self, run: Run) -> None:
+        """Raises SetupError before a token is asked for, which would be of no use."""
+        assert self._node is not None
+        if not run.admission.may_audit(self._node.peer_id):
+            raise SetupError(
+                f"this peer ({self._node.peer_id}) may not audit run {run.name!r}: give the key of its owner "
+                "as --identity, or that of a trainer that its manifest names"
+            )
+        check_audited(run)
 
 
 def check_audited(run: Run) -> None:

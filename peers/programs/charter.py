@@ -109,6 +109,8 @@ def run_init(options: tool_options.InitOptions) -> None:
     print(f"    {program()} keeper @join.txt --dir ckpt{code}\n    {program()} dashboard @join.txt")
     needs = {"open": "alone", "list": "once you named them (swarm charter)", "token": "and a --token each"}
     print(f"Others join with join.txt {needs[options.peers]}:\n    swarm peer @join.txt --identity peer.key")
+    if code:  # whether they trust the owner with it is theirs to say
+        print(f"For its code each of them needs the package that it is in, and at the end of that line{code}")
     if not (is_audited(run) and run.adds_exactly):  # see docs/threats.md
         print("Who lies in it nobody finds: it adds floats, or its codecs leave numbers out. Know them all")
     elif run.cells == run.S:

@@ -27,8 +27,8 @@ from peers.net.charter.keeper import CharterKeeper
 from peers.net.identity import Identity
 from peers.options import BootstrapOptions, options_from
 from peers.programs import charter as commands
-from peers.programs import tool_options
-from peers.programs.audit import check_audited
+from peers.programs import roles, tool_options
+from peers.programs.audit import Audit, check_audited
 from peers.programs.roles import RENEWED_S, Bootstrap
 from peers.programs.stage_choice import choose_stage
 from peers.start_line import program
@@ -37,7 +37,7 @@ from swarm import charter as rules
 from swarm.charter import AdmissionRule, AdmissionTerms, Ban, Charter
 from swarm.errors import SetupError
 from swarm.ids import RunName, fingerprint_of
-from swarm.manifest import AdmissionSpec, IslandsSpec, Run, audit_run, load_run
+from swarm.manifest import AdmissionSpec, CustomModelSpec, IslandsSpec, Run, audit_run, load_run
 from swarm.records import PeerRecord
 from tests.net.directory.memory_dht import MemoryDht, MemoryNode
 
@@ -111,6 +111,48 @@ def test_what_others_need_to_join_is_said_as_the_charter_has_it(
     assert init(tmp_path / "mine", "--manifest", str(unpinned(tmp_path)), "--peers", peers) == 0
     said = capsys.readouterr().out
     assert with_what in said and ("join.txt alone" in said) == (peers == "open")
+
+
+def test_what_others_have_to_allow_is_said_where_the_run_has_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their line was refused on their machines, and nothing had told the owner."""
+    model = CustomModelSpec(kind="code", source="my_package.models:build", stages=2, vocab_size=256)
+    monkeypatch.setattr(commands, "pinned", lambda run, *_: replace(run, model=model))
+    assert init(tmp_path / "mine", "--manifest", str(unpinned(tmp_path))) == 0
+    line, *more = capsys.readouterr().out.partition("Others join")[2].splitlines()[1:]
+    assert line.endswith("swarm peer @join.txt --identity peer.key")
+    assert "package" in more[0] and more[0].endswith(" --allow-code my_package")
+
+
+async def test_a_stranger_that_audits_is_not_sent_for_an_invitation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a run that admits by token it was told to ask for one, with which it could not audit either."""
+
+    class Joined:
+        peer_id, run_id, addresses = KIM.peer_id, "5a7c" * 8, ()
+
+        def __init__(self, **_: Any) -> None: ...
+
+        async def __aenter__(self) -> Joined:
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+        async def manifest(self) -> Run:
+            return audit_run(stages=2, steps=3)
+
+    async def no_token(*_: object) -> None:
+        raise SetupError("the run does not admit this peer: it has no token")
+
+    monkeypatch.setattr(roles, "Node", Joined)
+    monkeypatch.setattr(roles, "enter", no_token)
+    monkeypatch.setattr(roles.Daemon, "spawn", lambda *_, **__: None)
+    address = f"/ip4/127.0.0.1/tcp/24100/p2p/{KIM.peer_id}"
+    options = tool_options.AuditOptions(run=Joined.run_id, join=(address,), identity=tmp_path / "kim.key")
+    with pytest.raises(SetupError, match=r"may not audit run 'counting': give the key of its owner"):
+        await Audit(options, emit=lambda _: None).run()
 
 
 def test_the_keys_that_are_made_may_train_and_audit_beside_trainers_that_the_manifest_names(
