@@ -141,7 +141,7 @@ class Processes:
         self._allowed = [word for code in allowed for word in ("--allow-code", code)]
         self._random, self._devices = random.Random(run.seed), cycle(devices)
         self.children: list[Child] = []
-        self._serving: dict[PeerId, tuple[Child, Stage]] = {}
+        self._serving: dict[Child, tuple[PeerId, Stage]] = {}
         self._stages: dict[Child, Stage] = {}
         """Of the peers: what each was started for."""
         self._said: dict[Child, deque[str]] = defaultdict(lambda: deque(maxlen=LAST_LINES))
@@ -300,14 +300,14 @@ class Processes:
             self._sign_s = time.monotonic()
         self.tally.add(event)
         if isinstance(event, events.Stepped):
-            place = event.stage, next((peer for peer, (its, _) in self._serving.items() if its is child), "")
+            place = event.stage, self._serving.get(child, ("", 0))[0]
             self.tally.work[place] = self.tally.work.get(place, 0) + event.microbatches
         if isinstance(event, events.Started):
             self.addresses = self.addresses or event.addresses  # of the bootstrap, which is the first
         elif isinstance(event, events.JoinLine):
             self._meeting = shlex.split(event.line)[2:]
         elif isinstance(event, events.Serving) and child in self._stages:
-            self._serving[event.peer] = (child, event.stage)
+            self._serving[child] = (event.peer, event.stage)
             self._emit(events.PeerJoined(peer=event.peer, stage=event.stage, device=event.device))
         elif isinstance(event, events.Failed):
             self._failure = event.text
@@ -350,21 +350,20 @@ class Processes:
         self._deaths += 1
         if child not in self._stages or code > 0 or self._deaths > MAX_DEATHS:
             raise SetupError(f"a process ended with {code}: {' | '.join(self._said[child])}")
-        peers, stage = [peer for peer, (its, _) in self._serving.items() if its is child], self._bury(child)
+        serving, stage = self._serving.get(child), self._bury(child)
         why = f"its process died of signal {-code}"
-        for peer in peers:
-            self._emit(events.PeerLost(peer=peer, stage=stage, why=why))
-        if not peers:
+        if serving is not None:
+            self._emit(events.PeerLost(peer=serving[0], stage=stage, why=why))
+        else:
             self._emit(events.Trouble(text=f"a peer of {self.run.place(stage)} is lost at its start: {why}"))
         await self._spawn_peer(stage)
 
     def _bury(self, child: Child) -> Stage:
         """Forget a peer whose process is dead; its stage."""
         self.children.remove(child)
-        for peer in [peer for peer, (its, _) in self._serving.items() if its is child]:
-            del self._serving[peer]
-            self._dead.add(peer)
-            self._died.append(peer)
+        if (serving := self._serving.pop(child, None)) is not None:
+            self._dead.add(serving[0])
+            self._died.append(serving[0])
         return self._stages.pop(child)
 
     # -- preemption -------------------------------------------------------------------------------
@@ -378,21 +377,14 @@ class Processes:
         """
         if stage is not None and stage not in range(self.run.cells):
             raise SetupError(f"stage = {stage!r}: {self.run.name!r} has stages 0 to {self.run.cells - 1}")
-        stages = [stage for _, stage in self._serving.values()]
-        fit = [
-            peer for peer, (_, its) in self._serving.items() if stages.count(its) > 1 and stage in (None, its)
-        ]
-        if not fit:
-            # With one peer a stage its weights would be lost: let another take them over first.
-            chosen = self._random.randrange(self.run.cells) if stage is None else stage
-            before = len(self._serving)
-            await self._spawn_peer(chosen)
-            await self._until(lambda: len(self._serving) > before, START_S, "the replacement does not serve")
-            fit = [peer for peer, (_, its) in self._serving.items() if its == chosen]
         # In the middle of a step, not at its edge, where little is at stake.
         await asyncio.sleep(self._random.random())
-        victim = self._random.choice(sorted(fit))
-        child, its_stage = self._serving[victim]
+        if not self._spare(stage):
+            # With one peer a stage its weights would be lost: let another take them over first.
+            await self._spawn_peer(self._random.randrange(self.run.cells) if stage is None else stage)
+            await self._until(lambda: bool(self._spare(stage)), START_S, "the replacement does not serve")
+        child = self._random.choice(self._spare(stage))
+        victim, its_stage = self._serving[child]
         self._bury(child)
         child.signal(SIGKILL)
         self.tally.preemptions += 1
@@ -400,3 +392,9 @@ class Processes:
         await self._spawn_peer(its_stage)
         await child.wait()
         return victim
+
+    def _spare(self, stage: Stage | None) -> list[Child]:
+        """Those of a stage, or of any, without which its weights are not lost."""
+        alive = {child: its for child, (_, its) in self._serving.items() if child.returncode is None}
+        stages = [*alive.values()]
+        return [child for child, its in alive.items() if stages.count(its) > 1 and stage in (None, its)]

@@ -32,7 +32,7 @@ from peers.api.background import as_in_peers
 from peers.api.local_swarm import LocalSwarm
 from peers.api.processes import Processes
 from peers.cli import build_parser, main
-from peers.events import Event, Note, Working, to_json
+from peers.events import Event, Note, Serving, Working, to_json
 from peers.net.charter.signed import certify, open_credential, seal_credential
 from peers.net.identity import Identity
 from peers.options import TOKEN_START, PeerOptions, from_environment, options_from
@@ -748,6 +748,55 @@ async def test_that_a_stage_that_is_not_there_cannot_be_killed_ends_nothing() ->
         with pytest.raises(SetupError, match=rf"^stage = {stage!r}: 'demo' has stages 0 to 2$"):
             await processes.kill(stage)  # type: ignore[arg-type]
     assert not processes.children and not processes._failure
+
+
+@pytest.mark.parametrize("dead", [False, True])
+async def test_the_last_peer_of_a_stage_is_killed_once_another_serves_it(
+    monkeypatch: pytest.MonkeyPatch, dead: bool
+) -> None:
+    """It was at once, if a peer of another stage began to serve meanwhile, or if one was dead already."""
+
+    class _Peer:
+        returncode: int | None = None
+
+        def __init__(self, stage: str) -> None:
+            self.stage = int(stage)
+            processes.children.append(self)
+
+        def signal(self, number: int) -> None:
+            self.returncode = -number
+
+        async def wait(self) -> int:
+            return self.returncode or 0
+
+        def serves(self) -> None:
+            name = str(processes.children.index(self))
+            processes._hear(self, to_json(Serving(peer=name, stage=self.stage, version=0, device="cpu")))
+
+    async def spawn(self: Processes, words: list[str], **_: Any) -> _Peer:
+        return _Peer(words[words.index("--stage") + 1])
+
+    async def told() -> None:
+        for _ in range(9):
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(Processes, "_spawn", spawn)
+    processes: Any = Processes(swarm.Run.of(demo_run()), 1, lambda event: None)
+    processes._random = SimpleNamespace(random=lambda: 0.0, choice=lambda among: among[0])
+    for stage in (0, 1, *[0] * dead):
+        await processes._spawn_peer(stage)
+    last, other, *gone = processes.children
+    for peer in (last, *gone):
+        peer.serves()
+        peer.returncode = -9 if peer in gone else None
+    killing = asyncio.create_task(processes.kill(0))
+    await told()
+    other.serves()
+    await told()
+    assert last.returncode is None and not killing.done()
+    processes.children[-1].serves()
+    await killing
+    assert last.returncode == -signal.SIGKILL and processes.tally.preemptions == 1
 
 
 async def test_what_ends_says_so_and_nothing_after_it() -> None:
