@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import platform
+import resource
 import shutil
 import signal
 import sys
@@ -40,6 +42,16 @@ def cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def shortage(error: OSError) -> str:
+    """What this process itself is short of, in words, if that is what an error says."""
+    if error.errno == errno.EMFILE:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"this process has no free file descriptors ({limit} are allowed): raise the limit (ulimit -n)"
+    if error.errno == errno.ENFILE:
+        return "this machine has no free file descriptors: end other programs, or raise fs.file-max"
+    return ""
 
 
 # --- life and death ---

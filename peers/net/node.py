@@ -25,10 +25,11 @@ from peers.net.direct.memory import AVAILABLE
 from peers.net.direct.paths import DirectOptions
 from peers.net.directory import NetDirectory
 from peers.net.identity import CIRCUIT, by_peer, endpoint_of, host_part, is_public, with_peer_id
-from peers.net.p2pd import Daemon, DaemonOptions, shortage
+from peers.net.p2pd import Daemon, DaemonOptions
 from peers.net.p2pd_control import ControlError, DaemonControl, ShortOfFiles
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.net.transport import NetTransport
+from peers.system import shortage
 from peers.waiting import TaskKeeper
 from swarm.errors import SetupError, SwarmError, Unreachable
 from swarm.ids import PeerId, RunName

@@ -154,16 +154,6 @@ def _explain(last_line: str, options: DaemonOptions) -> str:
     )
 
 
-def shortage(error: OSError) -> str:
-    """What this process itself is short of, in words, if that is what an error says."""
-    if error.errno == errno.EMFILE:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"this process has no free file descriptors ({limit} are allowed): raise the limit (ulimit -n)"
-    if error.errno == errno.ENFILE:
-        return "this machine has no free file descriptors: end other programs, or raise fs.file-max"
-    return ""
-
-
 def _claim_port(options: DaemonOptions) -> None:
     """Refuse a port on which another program listens. p2pd would share it (SO_REUSEPORT) with another p2pd
     of the same user, and each would get half of the calls. Raises SetupError: it is in use.

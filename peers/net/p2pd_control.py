@@ -33,8 +33,8 @@ from peers.net.identity import (
     tcp_endpoints,
     without_peer_id,
 )
-from peers.net.p2pd import shortage
 from peers.net.timings import DEFAULT_TIMINGS
+from peers.system import shortage
 from peers.waiting import TaskKeeper, fail, within
 from swarm.errors import SwarmError
 from swarm.ids import PeerId

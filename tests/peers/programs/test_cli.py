@@ -767,6 +767,18 @@ def test_a_bug_says_that_it_is_one(
     assert main(["demo"]) == Exit.STOPPED
 
 
+@pytest.mark.parametrize(("number", "told"), [(errno.EMFILE, "ulimit -n"), (errno.ENFILE, "fs.file-max")])
+@pytest.mark.parametrize("path", [None, "/tmp/x"])
+def test_a_lack_of_file_descriptors_is_no_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, told: str, path: Any
+) -> None:
+    """A demo said so of its bootstrap, which the shell's `ulimit -n` had left none."""
+    monkeypatch.setattr(cli, "_run_tool", raising(OSError(number, "Too many open files", path)))
+    assert main(["demo"]) == Exit.SETUP
+    said = capsys.readouterr().err
+    assert "no free file descriptors" in said and told in said and "bug" not in said
+
+
 @pytest.mark.parametrize(
     ("words", "who"),
     some(
