@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -82,8 +83,12 @@ def adapt(module: nn.Module, spec: LoraSpec, seed: int) -> None:
 
 @torch.no_grad()
 def merge(module: nn.Module, spec: LoraSpec) -> None:
-    """Add what was trained to the layers that it stands beside, which are then as any others."""
-    for _, part in list(adapted(module)):
+    """Add what was trained to the layers that it stands beside, which are then as any others. Raises
+    SetupError: others share the weight of such a layer, and would be changed with it."""
+    owners = Counter(id(one) for part in module.modules() for one in part.parameters(recurse=False))
+    for name, part in list(adapted(module)):
+        if owners[id(part.weight)] > 1:
+            raise SetupError(f"{name} shares its weight, so nothing can be added to it: take --adapter")
         more = getattr(part, B).weight @ getattr(part, A).weight * (spec.alpha / spec.rank)
         part.weight.add_(more.T if is_transposed(part) else more)
         part.lora_hook.remove()

@@ -11,7 +11,7 @@ from torch import nn
 from swarm.errors import SetupError
 from swarm.manifest import LoraSpec
 from swarm.model.graph.lazy_tensors import LazyTensors, seeded
-from swarm.model.graph.lora import adapt
+from swarm.model.graph.lora import adapt, is_adapter, merge
 from swarm.model.graph.model_source import MAX_LABELS, MAX_NUMBER, from_hf
 
 transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
@@ -54,6 +54,29 @@ def test_no_model_of_very_many_layers_is_built() -> None:
     too_many = "makes no model of this config: its code makes tensors by more than 100 calls"
     with seeded(0), lazy.noted(), pytest.raises(SetupError, match=too_many):
         from_hf({**GPT2, "n_layer": 50}, rows=1, length=4)
+
+
+@pytest.mark.parametrize("beside", ["alone", "layer", "embedding", "same layer"])
+def test_an_adapter_is_merged_into_no_weight_that_other_parts_have_too(beside: str) -> None:
+    """What two layers had trained was added to the matrix of both, without a word."""
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    parts = {"same layer": one, "embedding": nn.Embedding(4, 4)}
+    shared: nn.Module = parts.get(beside, other)
+    if beside in ("layer", "embedding"):
+        shared.weight = one.weight
+    model = nn.Sequential(one, nn.ReLU(), shared)
+    spec = LoraSpec(rank=1, targets=("0",))
+    adapt(model, spec, seed=0)
+    nn.init.ones_(one.lora_B.weight)  # type: ignore[union-attr, arg-type]
+    if beside in ("layer", "embedding"):
+        with pytest.raises(SetupError, match=r"^0 shares its weight, .*: take --adapter$"):
+            merge(model, spec)
+        return
+    given = torch.randn(3, 4)
+    before = model(given)
+    merge(model, spec)
+    assert not is_adapter(" ".join(dict(model.named_parameters())))
+    torch.testing.assert_close(model(given), before)
 
 
 @pytest.mark.parametrize(("layers", "rank"), [(1, 1 << 10), (40, 1 << 9)])
