@@ -90,8 +90,7 @@ class Charter(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid
 
     @property
     def rank(self) -> tuple[int, bytes]:
-        """Of two charters of an owner the one of higher rank holds: all agree, even if the owner signed two
-        of one sequence."""
+        """Of two charters of an owner that of higher rank holds: all agree, even on two of one sequence."""
         return self.sequence, hashlib.sha256(encode(self)).digest()
 
     def rule(self, role: Role) -> AdmissionRule:

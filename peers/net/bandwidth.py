@@ -56,8 +56,7 @@ LEAST_BPS = 1e6
 """Seen while hardly anything was sent, a line looks as if it carried hardly anything."""
 
 Gauge = Callable[[], tuple[int, float]]
-"""Of a link: bytes that have arrived at the other end since it was asked last, and how many seconds packets
-wait on the way."""
+"""Of a link: bytes that arrived at the other end since the last question, and seconds that packets wait."""
 
 
 class RateLimiter:

@@ -43,8 +43,7 @@ class KeptMicrobatch:
     outputs: Sequence[Encoded] = ()
     """What was sent on, for audits; nothing at the last stage, and where answers are not audited."""
     asked: tuple[PeerId, Work] | None = None
-    """Who sent the inputs, and what it signed; None: answers are not audited. Else it may be asked for when
-    its step is over."""
+    """Who sent the inputs, and what it signed, to be asked for later; None: answers are not audited."""
     since_s: float = field(default_factory=now_s)
     """When it was computed, or passed on last."""
 

@@ -30,8 +30,7 @@ from swarm.model.seeded_random import dropped, initial_normal
 
 NORM_EPS = 1e-5
 INIT_STD = 0.02
-"""GPT-2's. The last matrix of each branch gets 1 / sqrt(2 layers) of it, so that the residual stream
-does not grow with depth."""
+"""GPT-2's. The last matrix of each branch gets 1 / sqrt(2 layers) of it, lest residuals grow with depth."""
 
 
 def weights_dtype(run: Run) -> torch.dtype:

@@ -26,8 +26,7 @@ ALL_OWNERS = ""
 """An account of all owners of a round that fails, or waits, and it cannot be seen why. Then the coordinator
 reduces everything itself for a while: that shows which replica sends nothing."""
 
-# Accounts of one replica in `Backoff` are its name with one of these in front; its name alone is the account
-# that leaves it out.
+# Accounts of one replica in `Backoff`: its name with one of these in front; the name alone leaves it out.
 SUSPECTED = "?"
 """Waits that it may have caused, or another: it pays for them as soon as it is seen to cause one."""
 SUSPECTED_LEADING = "!"

@@ -36,8 +36,7 @@ from swarm.protocol.sums import are_checked
 from swarm.protocol.voice import heard, weight
 
 REALIGN_STEPS = 100
-"""Steps between realignments where the manifest has no checkpoints: replicas on different kinds of device
-then take the same bits."""
+"""Steps between realignments, after which devices of all kinds have equal bits, without checkpoints."""
 MAX_TOLD = 16
 """Summaries whose answers may be on their way."""
 ALONE_S = 20.0

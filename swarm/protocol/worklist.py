@@ -18,8 +18,7 @@ from swarm.protocol.ledger import everything, forget_before, members_of, union_o
 REPLAY_AFTER_S = 0.4
 """How long a finished microbatch must be reported lacking before it is run again: several reports."""
 LOST_AFTER_S = 0.2
-"""The same for one that all stages were reported to have: a new coordinator hears of the others' ledgers only
-a message later."""
+"""The same for one that all stages had: a new coordinator hears of the others' ledgers a message later."""
 
 
 class WorkItem(msgspec.Struct, frozen=True):
