@@ -104,9 +104,7 @@ class AnswerAudits:
         return Audited(fits=False)
 
     async def _what_was_sent(self, ask: AuditAnswer, sent: Sequence[Buffer]) -> Shown:
-        """What half an answer was made of, as its peer shows it, or the one before. The caller saw that
-        it was signed.
-        """
+        """What half an answer was made of, as its peer or the one before shows; the caller saw it signed."""
         try:
             return await self._shown(ask, made=False)
         except PeerFault:

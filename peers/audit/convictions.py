@@ -192,8 +192,7 @@ class Convictions(Verdicts):
         self.suspect(evidence.accused)
 
     async def _follow(self, teller: PeerId, evidence: WrongContribution) -> None:
-        """Leave a peer out that most of this stage has: it is in no round any more in which this one could
-        look for itself."""
+        """Leave a peer out that most of this stage has: it is in no round now where this one could look."""
         with contextlib.suppress(Refused):
             if await self.stage_says(teller, evidence):
                 self.convict(evidence)

@@ -244,8 +244,8 @@ def plain_ip(host: str) -> IpAddress:
     return ipaddress.ip_address(host)
 
 
-def to_multiaddr(address: str) -> str:
-    """`/ip4/...` as it is; `host:port` as a multiaddr. Raises SetupError: it is neither, or its port is 0."""
+def to_multiaddr(address: str, before: str = "") -> str:
+    """`/ip4/...` as it is; `host:port` as a multiaddr, as `host_part`. Raises SetupError: it is neither."""
     if address.startswith("/"):
         if address.rstrip("/").endswith("/tcp/0"):
             raise SetupError(f"announced address {address!r} has port 0: name the port that others can dial")
@@ -253,11 +253,11 @@ def to_multiaddr(address: str) -> str:
     host, _, port = address.rpartition(":")
     if not port.isdigit() or not 0 < int(port) < 65536 or not host:
         raise SetupError(f"{address!r} is not an address: write host:port or /ip4/1.2.3.4/tcp/31337")
-    return f"{host_part(host)}/tcp/{int(port)}"
+    return f"{host_part(host, before)}/tcp/{int(port)}"
 
 
-def host_part(host: str) -> str:
-    """The start of a multiaddr, from an address or a name. Raises SetupError if it is neither."""
+def host_part(host: str, before: str = "") -> str:
+    """The start of a multiaddr; of a name's addresses that in `before`, if any. Raises SetupError: none."""
     if "%" in host:
         raise SetupError(f"{host!r} has a scope (%...), which p2pd does not understand: leave it out")
     try:
@@ -267,7 +267,8 @@ def host_part(host: str) -> str:
             found = socket.getaddrinfo(host, None, 0, socket.SOCK_STREAM)
         except OSError:
             raise SetupError(f"{host!r} is not an address and has no name server entry") from None
-        host = str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])  # IPv4, if there is any
+        hosts = [str(one[4][0]) for one in sorted(found, key=lambda one: one[0] != socket.AF_INET)]
+        host = next((one for one in hosts if f"/{one}/" in before), hosts[0])  # IPv4, if there is any
         version = ipaddress.ip_address(host).version
     return f"/ip{version}/{host.strip('[]')}"
 

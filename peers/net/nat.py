@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress, zip_longest
 from typing import Literal
 from weakref import WeakValueDictionary
@@ -37,6 +38,7 @@ from peers.net.identity import (
     plain_ip,
     public_key_of,
     tcp_endpoints,
+    to_multiaddr,
 )
 from peers.net.p2pd import MAX_RELAYS, Daemon, DaemonOptions
 from peers.net.p2pd_control import ControlError, DaemonControl
@@ -44,6 +46,7 @@ from peers.net.timings import DEFAULT_TIMINGS
 from peers.net.transport import NetTransport
 from peers.options import Reach
 from peers.ports import Answer, Request
+from peers.waiting import within
 from swarm.errors import Busy, Refused, SetupError, SwarmError, Unreachable, clean, short
 from swarm.ids import PeerId
 from swarm.wire.messages import pack, unpack, unpack_answer
@@ -218,6 +221,14 @@ async def seen_at(transport: NetTransport, join: Iterable[str], before: str) -> 
     kinds = [(ip.version, ip.is_global) for ip in map(ipaddress.ip_address, hosts)]
     seen = [host for host, kind in zip(hosts[1:], kinds[1:], strict=True) if kind == kinds[0]]
     return next((host for host in seen if 2 * seen.count(host) > len(seen)), before)
+
+
+async def looked_up(options: DaemonOptions) -> tuple[str, ...]:
+    """What is to be announced now that names may lead elsewhere; as before if none can be asked."""
+    names = partial(tuple[str, ...], map(to_multiaddr, options.named, options.announce))
+    with contextlib.suppress(SetupError, asyncio.TimeoutError):
+        return await within(asyncio.to_thread(names), ASK_S)
+    return options.announce
 
 
 async def relaying(

@@ -299,6 +299,12 @@ class Node:
             self._asks_at_s = now + SEEN_EVERY_S * stretch
             if self._moved:  # providers give other addresses, and laptops are carried into other networks
                 daemon.kill()
+        elif daemon.options.named and not before and now >= self._asks_at_s:
+            self._asks_at_s, announce = now + SEEN_EVERY_S, await nat.looked_up(daemon.options)
+            if announce != daemon.options.announce:
+                logger.warning("the names to announce lead elsewhere now: %s", ", ".join(announce))
+                daemon.options = replace(daemon.options, announce=announce)
+                daemon.kill()
         elif not daemon.options.relays or any(CIRCUIT in address for address in listening):
             self._relayed_at_s = now
             self._move(listening)

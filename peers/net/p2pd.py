@@ -89,6 +89,8 @@ class DaemonOptions:
     """The user did not choose `port`: a p2pd that is started again may take another one."""
     announce: tuple[str, ...] = ()
     """Addresses under which others reach us, if p2pd cannot see them itself (port forwarding)."""
+    named: tuple[str, ...] = ()
+    """The same as the user wrote it: names may lead elsewhere later."""
     seen_at: str = ""
     """The host there, if it is where others saw us, and not what the user said."""
     reachable: bool | None = None
@@ -174,7 +176,8 @@ class Daemon:
     """A p2pd of our own. `spawn` starts it at once and does not wait; `ready` does."""
 
     def __init__(self, options: DaemonOptions, identity: Identity, identity_path: Path | None) -> None:
-        self.options = replace(options, announce=tuple(map(to_multiaddr, options.announce)))
+        announce, named = tuple(map(to_multiaddr, options.announce)), options.named or options.announce
+        self.options = replace(options, announce=announce, named=named)
         self.identity = identity
         self.peer_id: PeerId = identity.peer_id
         # The path of a unix socket has to be shorter than 108 bytes.
@@ -206,7 +209,7 @@ class Daemon:
     ) -> Daemon:
         """Start p2pd in the background. With neither path nor identity, the identity is new and temporary.
 
-        A name that is announced is looked up here, and never again: that holds up the loop.
+        A name that is announced is looked up here, which holds up the loop.
 
         Raises:
             SetupError: no binary, a bad address, or an identity file that cannot be used.

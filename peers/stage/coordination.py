@@ -65,9 +65,7 @@ class StepCoordination:
         self, core: StageCore, all_reduce: AllReduce, *, since_s: float,
         word_overdue: Callable[[PeerId], Awaitable[None]],
     ) -> None:  # fmt: skip
-        """`all_reduce` measures the upload to replicas. `word_overdue`: called with a peer whose word has
-        been lacking for long.
-        """
+        """`all_reduce` measures uploads to replicas; `word_overdue` hears of peers that long owe a word."""
         self._core, self._transport, self._directory = core, core.transport, core.directory
         self._all_reduce, self._word_overdue = all_reduce, word_overdue
         self._lacking: dict[PeerId, _Lacking] = {}

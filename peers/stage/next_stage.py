@@ -104,9 +104,7 @@ class NextStage(StageCalls):
         raise reason
 
     async def _next_peer(self, work: Work, tried: _Tried) -> tuple[PeerId, bool]:
-        """The peer to ask, and whether it has the microbatch or computes it: to ask that again costs nothing.
-        Raises NoPeerForStage.
-        """
+        """The peer to ask, and whether it has or computes the microbatch already. Raises NoPeerForStage."""
         if not tried.overtaken and (work.attempt > 0 or work.deepest >= 0):
             found = await self.holders(Microbatch(work.t, work.m), lacking=work.deepest == self.stage)
             holder = next((peer for peer in found if peer not in self._in_vain(work)), None)

@@ -290,9 +290,7 @@ class Recovery:
     async def _ask_saved(
         self, records: Sequence[PeerRecord], on_fault: Callable[[PeerFault], None] = lambda fault: None
     ) -> Found:
-        """What is saved where: with peers of this island, of `records`, and what all islands have in common
-        with those of others.
-        """
+        """What is saved where: with this island's peers, of `records`; of others what all have in common."""
         run, transport, voice = self._run, self._transport, self._core.voices.of_all()
         found = await ask_saved(run, transport, records, voice=voice, on_fault=on_fault)
         if self._islands.others:

@@ -63,8 +63,7 @@ HASHED_BYTES_PER_S = 50e6
 GATHER_S = 5.0
 """Once a source is open, others have this long to open too; later ones join in on the way."""
 VOICED_S = 60.0
-"""How long sources without voice are not believed while one with voice is alive and gives nothing: it may be
-giving to others."""
+"""How long sources without voice are not believed while one with voice lives and gives nothing to us."""
 AGAIN_AFTER = 2.0
 """When nothing is left to ask for, a source that is done fetches what another one has had in flight for this
 many times as long as itself ever took for a chunk, ..."""

@@ -207,8 +207,7 @@ class StateLeases(Leases):
 
 
 class StateServer(StateLeases):
-    """What a stage peer gives out: to joiners its state and its checkpoints, to members that missed a step
-    the gradient of that."""
+    """What a stage peer gives out: its state, checkpoints, and gradients of steps that members missed."""
 
     def __init__(self, core: StageCore, store: CheckpointStore) -> None:
         start = partial(start_tensors, core.run) if core.run.start.weights else None

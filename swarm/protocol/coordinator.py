@@ -347,9 +347,7 @@ class StageCoordinator:
         return StepDirective(t=t)
 
     def tells(self, summary: StageSummary, peers: Set[PeerId], *, now: float) -> Set[PeerId]:
-        """The peers of stage 0 that a summary goes to: `peers`, and those that may have committed a step
-        that is not ready any more.
-        """
+        """Who of stage 0 gets a summary: `peers`, and who may have committed a step that is unready again."""
         for step in summary.steps:
             if step.ready:
                 made = step.proofs[0].prepared.round if step.proofs else ""

@@ -224,9 +224,7 @@ class LastContributions:
         self._last = {peer: last for peer, last in self._last.items() if t - last <= VALID_STEPS}
 
     def last(self, peer: PeerId, *, version: int) -> int | None:
-        """The last step that a peer contributed to, or the first that is known. None: this replica has added
-        up nothing lately.
-        """
+        """The last step that a peer contributed to, or the first known. None: nothing was added up lately."""
         if max(self._last.values(), default=-1) < version - MIN_STEPS:
             return None
         return self._last.get(peer, self._since)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -12,7 +13,7 @@ import pytest
 from peers.net import nat
 from peers.net.identity import Identity, with_peer_id
 from peers.net.node import LONGEST_PAUSE_S, STABLE_S, Deaths, Node
-from peers.net.p2pd import DaemonOptions
+from peers.net.p2pd import Daemon, DaemonOptions
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer
 from swarm.errors import PeerGone
@@ -214,6 +215,50 @@ async def test_an_open_peer_that_is_seen_elsewhere_asks_anew_how_it_is_reached(
         await node._probe_once()
         await asyncio.sleep(5.0)
     assert node.daemon.kills == kills, "and not again for ten minutes"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("leads_to", "kills"),
+    [
+        (["44.1.1.1"], 0), (["44.3.3.3", "44.1.1.1"], 0), (["44.3.3.3", "2a00::1"], 1), (["2a00::1"], 1),
+        ([], 0), (None, 0),
+    ],
+    ids=["as it was", "several", "elsewhere", "IPv6 now", "nowhere", "no name server"],
+)  # fmt: skip
+async def test_a_name_that_is_announced_is_followed(
+    monkeypatch: pytest.MonkeyPatch, leads_to: list[str] | None, kills: int
+) -> None:
+    """One of a DynDNS service was looked up at the start and never again."""
+    node, asked = seen_at(), 0
+    named = DaemonOptions(announce=("home.example:7", "/dns4/a.example/tcp/8"), reachable=True)
+
+    def getaddrinfo(host: str, *_: object) -> list[tuple[Any, ...]]:
+        nonlocal asked
+        asked += 1
+        found = ["44.1.1.1"] if asked == 1 else leads_to
+        if not found:
+            raise socket.gaierror(-5 if found is None else -2, "no answer")
+        kinds = [socket.AF_INET6 if ":" in ip else socket.AF_INET for ip in found]
+        return [(kind, 0, 0, "", (ip, 0)) for kind, ip in zip(kinds, found, strict=True)]
+
+    monkeypatch.setattr("socket.getaddrinfo", getaddrinfo)
+    node.daemon.options = named
+    for _ in range(2):  # as at its start, and the next one
+        daemon = Daemon(node.daemon.options, Identity(b"a" * 32), None)
+        daemon._release()
+        node.daemon.options = daemon.options
+    assert asked == 1 and node.daemon.options.announce[0] == "/ip4/44.1.1.1/tcp/7"
+    for _ in range(20):
+        await node._probe_once()
+        await asyncio.sleep(5.0)
+    assert node.daemon.kills == kills and asked == 3  # type: ignore[attr-defined]
+    at, other = node.daemon.options.announce
+    assert at == with_slashes(leads_to[0] if leads_to and kills else "44.1.1.1")
+    assert other == "/dns4/a.example/tcp/8", "whoever dials that looks it up"
+
+
+def with_slashes(ip: str) -> str:
+    return f"/ip{6 if ':' in ip else 4}/{ip}/tcp/7"
 
 
 async def test_in_a_large_run_each_open_peer_asks_less_often_where_it_is_seen() -> None:

@@ -67,8 +67,7 @@ class Doorkeeper:
                 told()
 
     def refusal(self, peer: PeerId, method: str, incoming: bool) -> str:
-        """Why a peer may not call this method, or not be called for it; empty if it may. Of a stream, the
-        method is empty."""
+        """Why a peer may not call this method (empty for a stream), or be called for it; empty if it may."""
         if self.terms is None:
             return ""
         now = unix_s()

@@ -24,8 +24,7 @@ KEY_BYTES = 32
 TAG_BYTES = 16
 LENGTH_BYTES = 4
 MAX_PLAIN_BYTES = frames.CHUNK_BYTES // 4 + frames.PREFIX_BYTES
-"""A quarter of a chunk. Whole chunks cost no less CPU time (2026-11-26), and come once in four seconds on a
-line of 64 kB/s."""
+"""A quarter of a chunk: whole ones cost no less CPU, and come once in 4 s on 64 kB/s (2026-11-26)."""
 MAX_RECORD_BYTES = LENGTH_BYTES + MAX_PLAIN_BYTES + TAG_BYTES
 SMALL_BYTES = 16 * 1024
 """Records of less cost about as much as large ones."""
