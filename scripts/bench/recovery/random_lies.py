@@ -1,0 +1,293 @@
+"""Members that lie at random, message by message, in a simulated swarm of the shipped classes: what it costs.
+
+    python scripts/bench/recovery/random_lies.py --seeds 40 --seed 1
+    python scripts/bench/recovery/random_lies.py --seed 7 --replay       # of one seed all that happens
+
+In virtual time a run that names its trainers takes 20 steps of the model that counts its gradients, on two or
+three stages of three or four replicas. A seed draws a member, which may have most voice or none, and two to
+four lies: what it does to a kind of message, how often, to whom, since when and for how long. Of four seeds
+two draw an accomplice in another stage, and two a fault besides. What a member computes is true: of false
+gradients see `scripts/bench/liars/adversary.py`.
+
+As it must be: all honest members come to the end with the weights of one process, each microbatch counted
+once in each step; no honest one convicts another, or fails; and the run takes at most 30 s longer than the
+same one without the lies. Exit code 1 if anything is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import statistics
+import sys
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import msgspec
+import torch
+
+from peers.audit.verdicts import Verdicts
+from peers.islands.directory import split_cell
+from peers.ports import Answer
+from peers.sim.dice import Dice
+from peers.sim.faults import Fault
+from peers.sim.lines import Lines
+from peers.sim.loop import PROCESS
+from peers.sim.network import SimSigner
+from peers.sim.setting import TRAINERS, Setting, dice_of, tree_of_zeros
+from peers.sim.swarm import Member, PeerMember, Swarm
+from peers.sim.world import Outcome, World
+from scripts.bench.common.arguments import parser_of
+from scripts.bench.common.lies import RECORD, REFUSALS, TRUTH, Lie, Said, altered, drawn, flipped
+from swarm.errors import PeerSilent, Refused
+from swarm.ids import PeerId, Stage
+from swarm.manifest import AdmissionSpec, audit_run
+from swarm.protocol.messages import ReplicaReport
+from swarm.protocol.proofs import signed_report
+from swarm.protocol.voice import Worked, vouch
+from swarm.records import PeerRecord, Voucher
+from swarm.wire.messages import pack, unpack
+
+GOAL_S = 30.0
+STEPS = 20
+Trace: TypeAlias = Callable[[str], None] | None
+RUNS = ("one", "two, of two stages", "one, and a fault besides", "two, and a fault besides")
+"""By the rest of a seed and 4."""
+FAULTS = ("cut", "cut one way", "stop", "storm", "slow threads", "kill trainer", "join", "pause", "restart")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LyingSetting(Setting):
+    """All that a seed says."""
+
+    voice: str
+    lies: dict[PeerId, tuple[Lie, ...]]
+    faults: tuple[Fault, ...]
+
+    def voucher_of(self, peer: PeerId, stage: Stage) -> Voucher | None:
+        if peer not in self.lies or "liars" not in self.voice:
+            return super().voucher_of(peer, stage)
+        run, most = split_cell(self.run, stage)[0], Worked(peer, 100, 0, 100)
+        return vouch(SimSigner(TRAINERS[0]), run.id, most) if self.voice == "the liars most" else None
+
+    def words(self) -> str:
+        lies = [f"{name} {lie.words()}" for name, lies in self.lies.items() for lie in lies]
+        shape = f"{self.run.S} stages of {self.first_peers[0]}, voice: {self.voice}"
+        return "; ".join((shape, *lies, *(fault.words() for fault in self.faults)))
+
+
+def draw(seed: int) -> LyingSetting:
+    dice = dice_of(seed, "random lies")
+    stages, replicas = dice.pick((2, 2, 2, 3)), dice.pick((3, 3, 4))
+    voice = dice.pick(("all", "none", "all but the liars", "the liars most", "the liars most"))
+    names = dice.shuffled([f"p{i:02}" for i in range(60)])  # the first ones are of stage 0, the next of 1
+    first = dice.below(stages)
+    second = (first + 1 + dice.below(stages - 1)) % stages
+    liars = [names[stage * replicas + dice.below(replicas)] for stage in (first, second)[: 1 + seed % 2]]
+    # Of three, of whom one lies, two are needed: with one that is gone for ever the liar is one of two.
+    kind = dice.pick(FAULTS if replicas == 3 else (*FAULTS, "kill", "leave"))
+    fault = Fault(dice.between(0.4, 2.5), kind, dice.number(), dice.between(0.5, 7.0))
+    run = audit_run(stages=stages, steps=STEPS, microbatches_per_step=4, seed=seed)
+    data = replace(run.data, root=tree_of_zeros(run.data.tokens).root.hex())
+    return LyingSetting(
+        voice=voice, lies={liar: tuple(drawn(dice) for _ in range(2 + dice.below(3))) for liar in liars},
+        faults=(fault,) if seed % 4 > 1 else (), seed=seed, tied=False, window=None, names=names, dice=dice,
+        run=replace(run, admission=AdmissionSpec(trainers=TRAINERS), data=data, dtype="float32"),
+        lines=Lines(least_s=0.001, most_s=0.006, bytes_per_s=1e7), job_s=(0.006, 0.012),
+        first_peers=[replicas] * stages, first_trainers=1, with_voucher=float(voice != "none"),
+    )  # fmt: skip
+
+
+class Liar:
+    """Stands between a member and all others, and tells its lies."""
+
+    def __init__(self, swarm: LyingSwarm, member: PeerMember, lies: Sequence[Lie]) -> None:
+        self._swarm, self._member = swarm, member
+        self._dice = {lie: Dice(lie.number) for lie in (*lies, TRUTH)}
+        self._said = defaultdict[tuple[str, bool], deque[Said]](lambda: deque(maxlen=40))
+        self._heard = defaultdict[str, deque[Said]](lambda: deque(maxlen=10))
+        """What others asked it."""
+        transport, directory = member.transport, member.directory
+        self._call, self._serve, self._announce = transport.call, transport.serve, directory.announce
+        transport.call, transport.serve, directory.announce = self.call, self.serve, self.announce  # type: ignore
+
+    def _lie_to(self, peer: PeerId, kind: str, *, answers: bool) -> Lie:
+        for lie, dice in self._dice.items():
+            due = (lie.kind, lie.answers) == (kind, answers)
+            due = due and 0 <= self._swarm.loop.now_s - lie.since_s < lie.lasts_s
+            if due and dice_of(lie.number, peer).number() < lie.share and dice.chance(lie.chance):
+                self._swarm.told += 1
+                self._swarm.say(f"~~~ {self._member.name} to {peer or 'all'}: {lie.words()}")
+                return lie
+        return TRUTH
+
+    async def call(
+        self, peer: PeerId, kind: str, header: bytes, body: Sequence[Any] = (), **limits: Any
+    ) -> Answer:
+        lie, true = self._lie_to(peer, kind, answers=False), (header, [bytes(part) for part in body])
+        if lie.act == "drops":
+            await asyncio.sleep(limits.get("deadline_s") or 3.5)
+            raise PeerSilent(peer, "was not asked")
+        answer = await self._call(peer, kind, *await self._instead(lie, kind, true), **limits)
+        if lie.act == "refuses":
+            raise PeerSilent(peer, "its answer was not taken")
+        return await self._call(peer, kind, *true, **limits) if lie.act == "doubles" else answer
+
+    def serve(self, kind: str, handler: Callable[..., Awaitable[Answer]], *, max_body_bytes: int = 0) -> None:
+        async def lying(request: Any) -> Answer:
+            self._heard[kind].append((request.header, []))
+            lie = self._lie_to(request.peer, kind, answers=True)
+            if lie.act == "drops":
+                await asyncio.get_running_loop().create_future()
+            if lie.act == "refuses":
+                raise REFUSALS[lie.number % len(REFUSALS)]()
+            answer = await handler(request)
+            true = answer.header, [bytes(part) for part in answer.body]
+            return Answer(*await self._instead(lie, kind, true, answers=True))
+
+        self._serve(kind, lying, max_body_bytes=max_body_bytes)
+
+    async def announce(self, record: PeerRecord) -> None:
+        lie = self._lie_to("", RECORD, answers=False)
+        if lie.act not in ("drops", "refuses"):
+            said = await self._instead(lie, RECORD, (pack(record), ()))
+            with contextlib.suppress(Refused):
+                record = msgspec.structs.replace(unpack(said[0], PeerRecord), peer=record.peer)
+            await self._announce(record)
+
+    async def _instead(self, lie: Lie, kind: str, true: Said, *, answers: bool = False) -> Said:
+        """What is said in place of what is true, perhaps later."""
+        said, asked, dice = self._said[kind, answers], self._heard[kind], self._dice[lie]
+        old = [*said] or [true]
+        said.append(true)
+        if lie.act == "delays":
+            await asyncio.sleep(lie.by_s)
+        if lie.act in ("replays", "mixes up"):
+            return dice.pick(asked if lie.act == "mixes up" and asked and not answers else old)
+        return self._altered(lie, true) if lie.act == "alters" else true
+
+    def _altered(self, lie: Lie, true: Said) -> Said:
+        dice, (header, body) = self._dice[lie], true
+        if not header:
+            return true  # a long one
+        if lie.kind in ("state", "held", "chunk") and body and dice.chance(0.3):
+            return header, [flipped(part, dice) for part in body]
+        which = Dice(lie.number) if lie.number % 3 else dice  # the same field again and again, or any
+        names, fields = sorted(self._swarm.network.transports), msgspec.msgpack.decode(header)
+        header = msgspec.msgpack.encode(altered(fields, which, names))
+        if lie.kind == "report" and not lie.answers:
+            with contextlib.suppress(Refused):  # who alters a result signs it as well
+                report = unpack(header, ReplicaReport)
+                vouchers = (step.prepared.voucher for step in report.steps if step.prepared)
+                header = pack(signed_report(report, self._member.transport.signer, next(vouchers, None)))
+        return header, body
+
+
+class LyingSwarm(Swarm):
+    """Of its liars nothing is asked."""
+
+    def __init__(self, setting: LyingSetting, trace: Trace) -> None:
+        super().__init__(setting, trace)
+        self._lies, self.told = setting.lies, 0
+        leave_out, bug = Verdicts.leave_out, self.loop.bug
+
+        def convict(verdicts: Verdicts, accused: PeerId, why: str) -> None:
+            judge = verdicts._transport.peer_id
+            self.say(f"{judge} convicts {accused}: {why}")
+            if not {judge, accused} & self._lies.keys():
+                super(LyingSwarm, self).convicts(accused, why)
+            leave_out(verdicts, accused, why)
+
+        def failed(what: str, error: BaseException) -> None:
+            process = PROCESS.get()
+            if process is None or process.name not in self._lies:
+                bug(what, error)
+
+        self.convicts, self.loop.bug = convict, failed  # type: ignore[method-assign]
+
+    def check(self, invariant: Callable[..., None], *args: object) -> None:
+        if not args or args[0] not in self._lies:
+            super().check(invariant, *args)
+
+    def add_peer(self, *args: Any) -> PeerMember:
+        member = super().add_peer(*args)
+        if member.name in self._lies:
+            Liar(self, member, self._lies[member.name])
+        return member
+
+    async def _live(self, member: Member, life: Awaitable[None]) -> None:
+        if member.name not in self._lies:
+            await super()._live(member, life)
+            return
+        with contextlib.suppress(Exception):
+            await life
+        self.network.kill(member.name, quietly=False)
+
+    def living(self) -> list[PeerMember]:
+        """Those that faults hit, and that have to come to the end."""
+        return [member for member in super().living() if member.name not in self._lies]
+
+
+def outcome_of(setting: LyingSetting, trace: Trace = None) -> tuple[Outcome, int]:
+    """And how many lies were told."""
+    world = World(setting.seed, trace, setting.faults, setting)
+    world.swarm = swarm = LyingSwarm(setting, trace)
+    return world.play(), swarm.told
+
+
+def play(seed: int, trace: Trace = None) -> dict[str, Any]:
+    """What came of it; if it took long, compared with the same run without the lies."""
+    setting, honest_s = draw(seed), 0.0
+    found, told = outcome_of(setting, trace)
+    if found.ended_s > GOAL_S and not found.violation:
+        honest, _ = outcome_of(replace(draw(seed), lies=dict.fromkeys(setting.lies, ())))
+        honest_s = honest.ended_s
+    return {
+        "seed": seed, "case": setting.words(), "told": told, "broken": found.violation,
+        "late": found.ended_s > honest_s + GOAL_S, "took_s": round(found.ended_s, 1),
+    }  # fmt: skip
+
+
+def row_of(what: str, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of all runs of a kind."""
+    took = [one["took_s"] for one in found]
+    broken, late = ([one["seed"] for one in found if one[how]] for how in ("broken", "late"))
+    return {
+        "what": what, "runs": len(found), "told": sum(one["told"] > 0 for one in found),
+        "broken": " ".join(map(str, broken)) or 0, "late": " ".join(map(str, late)) or 0,
+        "measured": f"median {statistics.median(took):.1f} s, most {max(took):.1f} s",
+        "goal": f"none broken, none {GOAL_S:.0f} s longer", "missed": bool(broken or late),
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--seeds", type=int, default=40, help="how many runs (default: 40)")
+    parser.add_argument("--seed", type=int, default=1, help="of the first one (default: 1)")
+    parser.add_argument("--replay", action="store_true", help="that one only, with all that happens")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.replay:
+        print(json.dumps(play(options.seed, print)))
+        return 0
+    found: dict[str, list[dict[str, Any]]] = {what: [] for what in RUNS}
+    gc.disable()  # a world is one circle, and is collected at once
+    with contextlib.suppress(KeyboardInterrupt):
+        for seed in range(options.seed, options.seed + options.seeds):
+            found[RUNS[seed % 4]].append(play(seed))
+            print(json.dumps(found[RUNS[seed % 4]][-1]), file=sys.stderr, flush=True)
+            gc.collect()
+    rows = [row_of(what, of) for what, of in found.items() if of]
+    print(json.dumps({"rows": rows}))
+    return int(any(row["missed"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
