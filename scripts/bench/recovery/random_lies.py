@@ -79,8 +79,10 @@ class LyingSetting(Setting):
 
     def words(self) -> str:
         lies = [f"{name} {lie.words()}" for name, lies in self.lies.items() for lie in lies]
-        shape = f"{self.run.S} stages of {self.first_peers[0]}, voice: {self.voice}"
-        return "; ".join((shape, *lies, *(fault.words() for fault in self.faults)))
+        run, more = self.run, {"tied weights": self.tied}
+        more |= {"delayed updates": run.delayed_updates, "rounded sums": run.rounds_sums}
+        shape = f"{run.S} stages of {self.first_peers[0]}", *(word for word, said in more.items() if said)
+        return "; ".join((*shape, f"voice: {self.voice}", *lies, *(fault.words() for fault in self.faults)))
 
 
 def draw(seed: int) -> LyingSetting:
@@ -92,16 +94,24 @@ def draw(seed: int) -> LyingSetting:
     second = (first + 1 + dice.below(stages - 1)) % stages
     liars = [names[stage * replicas + dice.below(replicas)] for stage in (first, second)[: 1 + seed % 2]]
     # Of three, of whom one lies, two are needed: with one that is gone for ever the liar is one of two.
-    kind = dice.pick(FAULTS if replicas == 3 else (*FAULTS, "kill", "leave"))
-    fault = Fault(dice.between(0.4, 2.5), kind, dice.number(), dice.between(0.5, 7.0))
+    fault_kind = dice.pick(FAULTS if replicas == 3 else (*FAULTS, "kill", "leave"))
+    fault = Fault(dice.between(0.4, 2.5), fault_kind, dice.number(), dice.between(0.5, 7.0))
     run = audit_run(stages=stages, steps=STEPS, microbatches_per_step=4, seed=seed)
-    data = replace(run.data, root=tree_of_zeros(run.data.tokens).root.hex())
+    kind, data = (
+        dice_of(seed, "kind of run"),
+        replace(run.data, root=tree_of_zeros(run.data.tokens).root.hex()),
+    )
+    run = replace(
+        run, dtype="float32", data=data, admission=AdmissionSpec(trainers=TRAINERS),
+        delayed_updates=kind.chance(0.25), checkpoint_every=kind.pick((0, 0, 3)),
+    )  # fmt: skip
+    if not run.delayed_updates and kind.chance(1 / 3):
+        run = replace(run, codec=replace(run.codec, reduce="rounded16"))
     return LyingSetting(
         voice=voice, lies={liar: tuple(drawn(dice) for _ in range(2 + dice.below(3))) for liar in liars},
-        faults=(fault,) if seed % 4 > 1 else (), seed=seed, tied=False, window=None, names=names, dice=dice,
-        run=replace(run, admission=AdmissionSpec(trainers=TRAINERS), data=data, dtype="float32"),
-        lines=Lines(least_s=0.001, most_s=0.006, bytes_per_s=1e7), job_s=(0.006, 0.012),
-        first_peers=[replicas] * stages, first_trainers=1, with_voucher=float(voice != "none"),
+        faults=(fault,) if seed % 4 > 1 else (), seed=seed, run=run, tied=kind.chance(0.25), names=names,
+        lines=Lines(least_s=0.001, most_s=0.006, bytes_per_s=1e7), job_s=(0.006, 0.012), window=None,
+        dice=dice, first_peers=[replicas] * stages, first_trainers=1, with_voucher=float(voice != "none"),
     )  # fmt: skip
 
 
