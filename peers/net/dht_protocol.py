@@ -613,8 +613,7 @@ class DhtNode:
         return [peer for _, peer in found]
 
     def _met(self, peer: PeerId) -> None:
-        """A node called or answered. A full bucket is looked after once a second, not for each call of those
-        without a place in it."""
+        """A node called or answered. Full buckets are looked after once a second, however many call."""
         table, node_id, now = self.table, node_id_of(peer), now_s()
         bucket = table.buckets[table.get_bucket_index(node_id)]
         crowded = len(bucket.nodes_to_peer_id) >= bucket.size and node_id not in bucket.nodes_to_peer_id

@@ -157,44 +157,31 @@ def usual(seed: int, admitting: float = ADMITTING) -> Setting:
 def _stored(setting: Setting, dice: Dice) -> Setting:
     """Peers save checkpoints, or a keeper does."""
     disks = dice.pick(("none", "own", "own", "shared"))
+    run = replace(setting.run, steps=4, checkpoint_every=dice.pick((1, 1, 2)))
     return replace(
-        setting,
-        run=replace(setting.run, steps=4, checkpoint_every=dice.pick((1, 1, 2))),
-        disks=disks,
-        only_last=dice.chance(0.15),
-        keeper=disks == "none" or dice.chance(0.3),
-        job_s=(0.1, 0.2, 0.3),
-        faults_within_s=8.0,
-    )
+        setting, run=run, disks=disks, only_last=dice.chance(0.15), job_s=(0.1, 0.2, 0.3),
+        keeper=disks == "none" or dice.chance(0.3), faults_within_s=8.0,
+    )  # fmt: skip
 
 
 def _crowded(setting: Setting, dice: Dice) -> Setting:
     """A full stage 0, slow devices, bad lines: duplicates, and peers that leave while they have sums."""
+    run = _longer(setting.run, steps=3, microbatches=8)
     return replace(
-        setting,
-        run=_longer(setting.run, steps=3, microbatches=8),
+        setting, run=run, crowd=True, window=dice.pick((2, 4)),
         lines=Lines(most_s=0.05, lost=0.01, doubled=0.1, late=0.05),
-        window=dice.pick((2, 4)),
-        first_peers=[dice.pick((4, 5)), *(1 for _ in range(1, setting.run.S))],
-        first_trainers=dice.pick((2, 3)),
-        job_s=(0.05, 0.1, 0.3),
-        faults_within_s=8.0,
-        crowd=True,
-    )
+        first_peers=[dice.pick((4, 5)), *[1] * (run.S - 1)], first_trainers=dice.pick((2, 3)),
+        job_s=(0.05, 0.1, 0.3), faults_within_s=8.0,
+    )  # fmt: skip
 
 
 def _unlevel(setting: Setting, dice: Dice) -> Setting:
     """One stage has too many peers, and the rebalancer decides often."""
-    run = _longer(setting.run, steps=5, microbatches=4)
+    run = replace(_longer(setting.run, steps=5, microbatches=4), rebalance_every_s=dice.pick((1, 2)))
     return replace(
-        setting,
-        run=replace(run, rebalance_every_s=dice.pick((1, 2))),
-        window=None,
-        first_peers=dice.shuffled([dice.pick((4, 5)), *(1 for _ in range(1, run.S))]),
-        job_s=(0.1, 0.15, 0.2),
-        faults_within_s=6.0,
-        movable=True,
-    )
+        setting, run=run, window=None, job_s=(0.1, 0.15, 0.2), faults_within_s=6.0, movable=True,
+        first_peers=dice.shuffled([dice.pick((4, 5)), *[1] * (run.S - 1)]),
+    )  # fmt: skip
 
 
 def _warming(setting: Setting) -> Setting:

@@ -389,9 +389,7 @@ class MicrobatchServer:
         return peer, done, split(done.tensors, answer.body)
 
     def _pointless(self, step: OpenStep, onward: Work) -> SwarmError | None:
-        """Why a microbatch need not go on: its step is over, those that it came through are gone, or this
-        peer leaves, and cannot finish it.
-        """
+        """Why a microbatch need not go on: its step is over, its senders are gone, or this peer leaves."""
         if step.over:
             return self._core.closed(step.t)
         if not self._receipts.is_followed(self._core.stage + 1, self._core.me, onward):

@@ -165,9 +165,7 @@ class NextStage(StageCalls):
             self.router.set_peers(self.stage, [r.peer for r in records if r.state == "serving"])
 
     def _choose(self, work: Work, exclude: set[PeerId]) -> PeerId:
-        """The trainer's suggestion on the first attempt, if it has not failed here since it answered; else
-        the next of this peer's fair queue.
-        """
+        """At first the trainer's suggestion, unless it failed since it answered; else of the fair queue."""
         now, peers, backoff = now_s(), self.router.peers(self.stage), self.router.backoff
         exclude |= self.rather_not(self._in_vain(work), but=exclude)
         suggested = work.route[0] if work.route and work.attempt == 0 else None

@@ -77,9 +77,7 @@ class Layout(NamedTuple):
         return self.numel + self.statistics_numel
 
     def views(self, flat: torch.Tensor, statistics: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """The parameters in a flat vector by full name, and the statistics, if there are any, in theirs; they
-        share its memory.
-        """
+        """The parameters in a flat vector by full name, and statistics in theirs; they share its memory."""
         found = {name: flat[start:end].view(shape) for name, (start, end, shape) in self.spans.items()}
         if statistics is not None:
             for name in self.statistics:

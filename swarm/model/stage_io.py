@@ -55,8 +55,7 @@ def input_metas(run: Run, stage: Stage, codec: str = "") -> tuple[TensorMeta, ..
 
 
 def gradient_metas(run: Run, boundary: int, codec: str = "") -> tuple[TensorMeta, ...]:
-    """The metas of the answer to what is sent over `boundary`: each gradient that there is. `codec`: as
-    `input_metas` takes it."""
+    """Metas of the answer to what goes over `boundary`: its gradients. `codec`: as of `input_metas`."""
     sent = input_metas(run, boundary + 1, codec)
     return tuple(
         TensorMeta(meta.shape, meta.dtype, run.codec.backward_at(boundary, meta.codec))

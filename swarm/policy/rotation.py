@@ -88,8 +88,7 @@ class Rotation:
         self._ahead = 3
         """As of the last step: `stepped`. 3: the next tells nothing. The first may have waited for peers."""
         self.left_behind = False
-        """Others took this step so long ago that it is late a second time for this peer only: who coordinates
-        tells it nothing."""
+        """Others took this step so long ago that it is late again for this peer only: it is told nothing."""
         self._slow_s = deque[float](maxlen=STEPS)
         """How long the slow ones of the last steps took; 0 for each of the others."""
 
