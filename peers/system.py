@@ -14,6 +14,7 @@ import platform
 import resource
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -52,6 +53,17 @@ def shortage(error: OSError) -> str:
     if error.errno == errno.ENFILE:
         return "this machine has no free file descriptors: end other programs, or raise fs.file-max"
     return ""
+
+
+def everywhere() -> str:
+    """Where to listen for other machines: by IPv6 only if that alone leads to them. Nothing is sent."""
+    for family, host, there in (
+        (socket.AF_INET, "0.0.0.0", "192.0.2.1"), (socket.AF_INET6, "::", "2001:db8::1"),
+    ):  # fmt: skip
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as route:
+            route.connect((there, 9))
+            return host
+    return "0.0.0.0"
 
 
 # --- life and death ---

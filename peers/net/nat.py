@@ -46,6 +46,7 @@ from peers.net.timings import DEFAULT_TIMINGS
 from peers.net.transport import NetTransport
 from peers.options import Reach
 from peers.ports import Answer, Request
+from peers.system import everywhere
 from peers.waiting import within
 from swarm.errors import Busy, Refused, SetupError, SwarmError, Unreachable, clean, short
 from swarm.ids import PeerId
@@ -322,7 +323,12 @@ def conclude(
 
 def listening_host(given: str, join: Sequence[str], announce: Sequence[str] = ()) -> str:
     """Where to listen if the user does not say: for other machines, unless all that are known are here."""
-    return given or ("0.0.0.0" if announce or not all(map(is_loopback, join)) else "127.0.0.1")
+    if given or (not announce and all(map(is_loopback, join))):
+        return given or "127.0.0.1"
+    if announce:  # where nothing listens nobody is to be sent
+        by_ipv6 = all(to_multiaddr(one).startswith(("/ip6/", "/dns6/")) for one in announce)
+        return "::" if by_ipv6 else "0.0.0.0"
+    return everywhere()
 
 
 async def settled(

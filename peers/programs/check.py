@@ -17,6 +17,7 @@ import msgspec
 
 from peers.programs.tool_options import CheckOptions
 from peers.storage import cache_folder
+from peers.system import everywhere
 from swarm.errors import SetupError, SwarmError, printable
 
 MIN_FREE_BYTES = 1_500_000_000
@@ -226,7 +227,7 @@ def gb(size: int) -> str:
 
 def check_all(options: CheckOptions) -> list[Finding]:
     """Every check, in the order in which one failing makes the next fail. Blocks for a few seconds."""
-    options = replace(options, host=options.host or ("0.0.0.0" if options.join else "127.0.0.1"))
+    options = replace(options, host=options.host or (everywhere() if options.join else "127.0.0.1"))
     findings = [check_python(), check_torch()]
     if findings[-1].ok:
         findings.append(check_device(options.device))

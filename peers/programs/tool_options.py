@@ -316,7 +316,7 @@ class CheckOptions(arg.Options):
     """
 
     device: str = option(arg.OptionKind(str, "auto|cpu|cuda[:N]|mps"), "to use (default: auto)", "auto")
-    host: str = option(arg.IP, "listen here (default: 127.0.0.1; with --join, 0.0.0.0)", "")
+    host: str = option(arg.IP, "listen here (default: 127.0.0.1; with --join, as swarm peer does)", "")
     port: int = option(arg.PORT, "port to listen on (default: any)", 0)
     join: tuple[str, ...] = repeated(
         arg.PEER_ADDRESS, "a peer of the run that tries to dial this machine; several tell more of its router"

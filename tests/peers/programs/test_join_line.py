@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import shlex
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +16,14 @@ import pytest
 
 from peers.cli import build_parser
 from peers.events import JoinLine
+from peers.net import nat
 from peers.net.nat import listening_host
 from peers.options import BootstrapOptions, TrainOptions
 from peers.programs.demo import run_up
 from peers.programs.roles import Bootstrap, Train, address_for_others
 from peers.programs.tool_options import UpOptions
 from peers.start_line import program
+from peers.system import everywhere
 from swarm.manifest import AdmissionSpec, CustomModelSpec, IslandsSpec, Run
 from swarm.records import PeerRecord
 from tests.example import example_run
@@ -160,16 +165,48 @@ def test_a_line_begins_with_a_command_that_is_found(
 @pytest.mark.parametrize(
     ("given", "join", "announce", "expected"),
     [
-        ("", (THERE,), (), "0.0.0.0"),
-        ("", (HERE, NAMED), (), "0.0.0.0"),
+        ("", (THERE,), (), "everywhere"),
+        ("", (HERE, NAMED), (), "everywhere"),
         ("", (HERE, HERE_6), (), "127.0.0.1"),
         ("", (), (), "127.0.0.1"),
         ("", (), ("192.0.2.7:31337",), "0.0.0.0"),
+        ("", (), ("[2001:db8::7]:31337",), "::"),
+        ("", (HERE,), ("[2001:db8::7]:31337", "/dns6/home.example/tcp/31337"), "::"),
+        ("", (), ("[2001:db8::7]:31337", "192.0.2.7:31337"), "0.0.0.0"),
+        ("", (), ("/dns4/home.example/tcp/31337",), "0.0.0.0"),
         ("192.0.2.7", (HERE,), (), "192.0.2.7"),
         ("127.0.0.1", (THERE,), (), "127.0.0.1"),
     ],
 )
 def test_a_program_listens_for_other_machines_if_it_knows_of_any(
-    given: str, join: tuple[str, ...], announce: tuple[str, ...], expected: str
-) -> None:
+    given: str, join: tuple[str, ...], announce: tuple[str, ...], expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One that announced an address of IPv6 only listened at none."""
+    monkeypatch.setattr(nat, "everywhere", lambda: "everywhere")
     assert listening_host(given, join, announce) == expected
+
+
+@pytest.mark.parametrize(
+    ("leads", "expected"),
+    [((4,), "0.0.0.0"), ((4, 6), "0.0.0.0"), ((6,), "::"), ((), "0.0.0.0")],
+    ids=["IPv4", "both", "IPv6", "none"],
+)
+def test_a_machine_that_only_ipv6_leads_from_is_listened_at_by_it(
+    monkeypatch: pytest.MonkeyPatch, leads: tuple[int, ...], expected: str
+) -> None:
+    """Nobody could dial it by default, and it was told to forward a port."""
+
+    class _Socket(contextlib.AbstractContextManager[Any]):
+        def __init__(self, family: int, kind: int) -> None:
+            assert kind == socket.SOCK_DGRAM, "nothing is sent"
+            self.leads = (6 if family == socket.AF_INET6 else 4) in leads
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def connect(self, there: object) -> None:
+            if not self.leads:
+                raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr("socket.socket", _Socket)
+    assert everywhere() == expected
