@@ -73,7 +73,7 @@ class StageCalls:
 
     def counted(self) -> Sequence[PeerId]:
         """The peers whose word counts."""
-        return self.heard(self.router.peers(self.stage))
+        return self.heard([r.peer for r in self.directory.at(self.stage) if r.state == "serving"])
 
     async def ask(
         self, peer: PeerId, work: Work, body: Sequence[Buffer], *, max_answer_bytes: int = 0,
@@ -151,17 +151,18 @@ class StageCalls:
         If they seem enough they are asked where they serve: one that has moved refuses what comes to it by
         its old record. By the charter it refuses at each stage.
         """
-        counted = self.counted()
+        by = set(refusals)
 
-        def enough(by: set[PeerId]) -> bool:
-            return len(by) >= MAX_REFUSALS or by.issuperset(counted)
+        def enough() -> bool:
+            by.intersection_update(counted := self.counted())
+            return len(by) >= min(MAX_REFUSALS, len(counted))
 
-        by = set(refusals).intersection(counted)
-        if enough(by):
+        if enough():
+            await self.directory.refresh({self.stage})  # others may have come
             asked, question = sorted(p for p in by if not refusals[p].by_charter), AskStatus(run=self.run)
             told = await ask_all(self.transport, asked, "status", question, PeerStatus, deadline_s=ASK_S)
             by -= {peer for peer in asked if peer not in told or told[peer].stage != self.stage}
-        return by if enough(by) else set()
+        return by if enough() else set()
 
     async def unless_late(
         self, peer: PeerId, t: int, asked: Coroutine[Any, Any, T],

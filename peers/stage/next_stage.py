@@ -126,9 +126,8 @@ class NextStage(StageCalls):
         """Why the stage refuses a microbatch, now that `peer` does; None: too few refuse it."""
         if peer not in self.counted():
             self.router.failed(peer, now=now_s())
-        by = sorted(await self.refusing(refusals))
-        by_charter = (refusals[one] for one in by if refusals[one].by_charter)
-        return next(by_charter, refusals[peer]) if by else None
+        found = [refusals[one] for one in sorted(await self.refusing(refusals))]
+        return min(found, key=lambda why: not why.by_charter, default=None)
 
     async def _work(self, work: Work, peer: PeerId, how: WorkCall, *, begun: bool) -> Answered:
         """Have one peer do `work`, which it may have `begun`."""

@@ -447,6 +447,26 @@ async def test_what_nobody_needs_or_nobody_can_finish_is_not_sent_on() -> None:
     assert isinstance(desk._pointless(step, work()), NotReady)  # type: ignore
 
 
+@pytest.mark.parametrize(("there", "found"), [("ab", ""), ("b", ""), ("a", "a")])
+async def test_one_of_a_stage_that_is_all_that_was_known_of_it_does_not_refuse_for_all(
+    there: str, found: str
+) -> None:
+    """Of random lies, seed 25: one that altered what it sent on, and was so refused, ended the trainer."""
+    line, records = Line(), Records()
+    records.known = [replica(peer="a", stage=1)]
+
+    async def refresh(stages: object) -> list[PeerRecord]:
+        records.known = [replica(peer=peer, stage=1) for peer in there]
+        return records.known
+
+    records.refresh = refresh  # type: ignore[method-assign]
+    line.answers["status"] = lambda peer, _: PeerStatus(
+        peer=peer, stage=1, state="serving", device="", since=0.0, version=0
+    )
+    calls = StageCalls(TWO.id, 1, line, records, Router(), 2, on_fault=lambda _: None)
+    assert await calls.refusing({"a": Refused("no")}) == set(found)
+
+
 async def test_what_is_sent_on_is_noted_where_no_other_thread_notes_anything() -> None:
     """Of two that made room for it at once one broke. The books are not held for it: else each forward waits
     for gradients that others add.
