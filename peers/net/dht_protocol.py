@@ -57,8 +57,8 @@ STORED_AT_ONCE = 128.0
 renewed under 4 keys each 5 s."""
 HANDED_ON_PER_S, HANDED_ON_EACH_PER_S = 200.0, 20.0
 HANDED_ON_AT_ONCE, HANDED_ON_EACH_AT_ONCE = 4096.0, 3072.0
-"""Values of others that all peers together may offer, and one of them: a node that is met is given at once
-what it should hold. What is refused comes with the next renewal from its own peer."""
+"""Values of others that all peers together may offer, and one of them, such as manifests and charters. What
+is refused comes with the next renewal."""
 GIVEN_SHARE = 4
 """Of the places that are left: so large a part one may have taken for what it hands on, or a single one."""
 LOOKED_THROUGH_PER_S = 32768.0
@@ -74,11 +74,6 @@ MAX_ENTRIES = 16384
 """That a node keeps for others: about 10 MB of records; 65 MB, if there is a manifest under each key."""
 MAX_KEYS_PER_CALL = 64
 MAX_ANSWER_BYTES = 1 << 19
-HAND_ON_BYTES = 1 << 16
-"""To a node that we met, in one call."""
-HAND_ON_PER_S, HAND_ON_AT_ONCE = 1024.0, 16384.0
-HAND_ON_BYTES_A_KEY = 512
-"""Keys looked through for a node that is met, 20 to 60 µs each; so many bytes that are sent count as one."""
 PING_EVERY_S = 1.0
 """A node of a full part of the routing table, to see whether another one may have its place."""
 PINGED_PER_S = 10.0
@@ -367,7 +362,6 @@ class DhtNode:
         self._offers: dict[tuple[PeerId, float], Allowance] = {}
         """Of each peer: of its own values, of others', and of what is looked through for it."""
         self._handed_on = Allowance(HANDED_ON_PER_S, HANDED_ON_AT_ONCE)
-        self._hands_on = Allowance(HAND_ON_PER_S, HAND_ON_AT_ONCE)
         self._strangers = Allowance(PINGED_PER_S, PINGED_AT_ONCE)
         self._reaching: set[PeerId] = set()
         """Peers that want to know whether we reach them."""
@@ -617,9 +611,7 @@ class DhtNode:
         table, node_id, now = self.table, node_id_of(peer), now_s()
         bucket = table.buckets[table.get_bucket_index(node_id)]
         crowded = len(bucket.nodes_to_peer_id) >= bucket.size and node_id not in bucket.nodes_to_peer_id
-        if node_id not in table and self._hands_on.take_if_there(len(self._kept), now=now):
-            self._hand_on(peer)
-        elif crowded and now - self._pinged_at < PING_EVERY_S:
+        if crowded and node_id in table and now - self._pinged_at < PING_EVERY_S:
             return
         oldest = table.add_or_update_node(node_id, peer)
         bucket = table.buckets[table.get_bucket_index(node_id)]
@@ -634,35 +626,6 @@ class DhtNode:
             del self.table[node_id]  # but for its name, if it was pinged
             self.table.buckets[self.table.get_bucket_index(node_id)].nodes_requested_for_ping.discard(node_id)
 
-    def _hand_on(self, peer: PeerId) -> None:
-        """Send a node that we meet what it should hold, if we are the nearest of those that do."""
-        due: list[tuple[bytes, Entry]] = []
-        for key in self._kept:
-            key_id = DHTID.from_bytes(key)
-            near = [node_id_of(one) ^ key_id for one in self.near(key_id, REPLICAS)]
-            if not near or (node_id_of(peer) ^ key_id < near[-1] and self.node_id ^ key_id < near[0]):
-                due += [(key, entry) for entry in self.entries(key)]
-        if due:
-            self._hands_on.take(sum(entry.size for _, entry in due) / HAND_ON_BYTES_A_KEY, now=now_s())
-            self._tasks.create_task(self._send(peer, due))
-
-    async def _send(self, peer: PeerId, due: Iterable[tuple[bytes, Entry]]) -> None:
-        for some in _batches(due):
-            if await self.store(peer, some) is None:
-                return
-
 
 def nearest(node_id: DHTID, peers: Iterable[PeerId], count: int = REPLICAS) -> list[PeerId]:
     return heapq.nsmallest(count, peers, key=lambda peer: node_id_of(peer) ^ node_id)
-
-
-def _batches(due: Iterable[tuple[bytes, Entry]]) -> Iterable[list[tuple[bytes, Entry]]]:
-    """Small enough for one call each."""
-    batch, size = list[tuple[bytes, Entry]](), 0
-    for one in due:
-        size += one[1].size
-        if batch and (size > HAND_ON_BYTES or len(batch) == MAX_KEYS_PER_CALL):
-            yield batch
-            batch, size = [], one[1].size
-        batch.append(one)
-    yield batch

@@ -359,6 +359,7 @@ class ManifestKeeper:
                 run = check_id(text, run_id)
                 if run.admission.owner == entry.subkey:
                     self.kept = (run_id, entry.subkey, entry.value)
+                    self._storage.node.keep_read(key, entry)  # others may ask here before it is renewed
                     # Not all peers at the same moment.
                     self.stored_at = now_s() - self._life_s / 3 * self._random.random()
                     return run

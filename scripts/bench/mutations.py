@@ -9110,12 +9110,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_status",),
     ),
     Mutation(
-        "all-is-handed-on-at-each-meeting",
-        "peers/net/dht_protocol.py",
-        "if node_id not in table and self._hands_on.take_if_there(len(self._kept), now=now):",
-        "if node_id not in table:",
-        "A stranger that is met again and again stops a node of 4096 keys.",
+        "tell-nobody-of-a-manifest-that-was-just-fetched",
+        "peers/net/directory.py",
+        "self._storage.node.keep_read(key, entry)  # others may ask here before it is renewed",
+        "pass",
+        "A newcomer that joins at a peer whose bootstrap has just died finds no manifest.",
         ("test_directory",),
+    ),
+    Mutation(
+        "tell-nobody-of-a-stolen-key-that-others-were-told-of",
+        "peers/net/charter/keeper.py",
+        "self._storage.node.keep_read(key, entry)  # newcomers may ask here",
+        "pass",
+        "A stolen key is admitted again by newcomers once the nodes are gone that were told of it.",
+        ("test_charter_followed",),
     ),
     Mutation(
         "one-key-64-times",
@@ -9741,17 +9749,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "                asks.take(len(told) * TOLD_BYTES_COST, now=now)\n",
         "                pass\n",
         "A stranger has the line of a volunteer full by asking for large values again and again.",
-        ("test_dht_protocol",),
-    ),
-    Mutation(
-        "send-all-to-one-that-is-met-again",
-        NODES,
-        (
-            "            self._hands_on.take(sum(entry.size for _, entry in due) / "
-            "HAND_ON_BYTES_A_KEY, now=now_s())\n"
-        ),
-        "            pass\n",
-        "One that is away now and then is sent all that a node has each time.",
         ("test_dht_protocol",),
     ),
     Mutation(

@@ -182,6 +182,7 @@ class CharterKeeper:
                 self.adopt(opened, entry.subkey, entry.value)
             elif isinstance(opened, Revocation) and self.charter is not None:
                 self._revoke(opened, entry.expires)
+                self._storage.node.keep_read(key, entry)  # newcomers may ask here
         if self.revoked != before:
             self._tell()
 

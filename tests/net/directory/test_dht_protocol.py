@@ -449,15 +449,6 @@ async def test_a_manifest_that_expires_never_or_not_at_a_number_is_not_kept() ->
     assert await store(at, Entry("", value, soon()), sender=1, key=key) == [True]
 
 
-def test_what_is_handed_on_goes_in_batches() -> None:
-    due = [(key_bytes("k"), entry(n)) for n in range(300)]
-    batches = list(dht_protocol._batches(due))
-    assert [one for batch in batches for one in batch] == due
-    assert all(len(batch) <= dht_protocol.MAX_KEYS_PER_CALL for batch in batches)
-    large = [(key_bytes("k"), Entry("a", bytes(16_000), 1.0))] * 9
-    assert [len(batch) for batch in dht_protocol._batches(large)] == [4, 4, 1]
-
-
 # -- believing ---------------------------------------------------------------------------------------------
 
 
@@ -555,26 +546,6 @@ async def test_one_that_asks_without_end_is_told_no_more_than_half_a_megabyte_a_
     assert len(await at.answer(question, peer_id(2))) > 500_000
     await asyncio.sleep(2.0)
     assert len(await at.answer(question, peer_id(1))) > 500_000
-
-
-async def test_one_that_is_met_again_and_again_is_sent_a_bounded_number_of_bytes() -> None:
-    """Of 64 values of 8 kB, which it had stored itself, it was sent all each time: 130 MB at once."""
-    at, sent = node(), list[Entry]()
-    for number in range(64):
-        at.keep(bytes([number]) * 20, Entry("a", bytes(8000), unix_s() + 300.0), first_hand=True)
-
-    async def store(peer: str, values: list[tuple[bytes, Entry]]) -> list[bool]:
-        sent.extend(entry for _, entry in values)
-        return [True] * len(values)
-
-    at.check.open = lambda key, entry: ""  # type: ignore[method-assign]
-    at.store = store  # type: ignore[method-assign]
-    for _ in range(200):
-        at._met(peer_id(1))
-        at._lost(peer_id(1))
-        while at._tasks._tasks:
-            await asyncio.sleep(0)
-    assert 4e6 < sum(entry.size for entry in sent) < 10e6
 
 
 def test_of_large_values_that_were_offered_few_are_held_in_memory() -> None:

@@ -350,6 +350,22 @@ async def test_a_key_revokes_itself_without_the_owner() -> None:
         assert await nodes[2].directory.storage.store(key, forged) == 1, "nobody but us"
 
 
+async def test_a_newcomer_hears_of_a_stolen_key_though_all_nodes_are_gone_that_were_told() -> None:
+    async with MemoryDht() as dht:
+        nodes = await swarm(dht, 3)
+        await nodes[0].directory.charters.publish(charter(), OWNER)
+        stolen = THIEF.peer_id
+        await nodes[0].directory.charters.revoke(RUN.id, stolen, signed.seal_revocation(RUN.id, THIEF))
+        last = await dht.add(8, run_id=RUN.id, join=nodes[0])
+        await last.directory.fetch_manifest(RUN.id)
+        await within(FOLLOWED_S, lambda: stolen in last.directory.charters.revoked)
+        for node in nodes:
+            await dht.kill(node)
+        newcomer = await dht.add(9, run_id=RUN.id, join=last)
+        await newcomer.directory.fetch_manifest(RUN.id)
+        await within(FOLLOWED_S, lambda: stolen in newcomer.directory.charters.revoked)
+
+
 @pytest.fixture
 def room_for_three(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three keys that revoked themselves are kept, no more."""
