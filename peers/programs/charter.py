@@ -74,7 +74,12 @@ def run_init(options: tool_options.InitOptions) -> None:
         trainers=(*run.admission.trainers, trainer.peer_id, auditor.peer_id),
         founders=run.admission.founders or tuple(one.peer_id for one in founders),
     )
-    run = replace(run, name=folder.absolute().name, admission=admission)
+    run = replace(run, admission=admission)
+    try:
+        run = replace(run, name=folder.absolute().name)
+    except SetupError as error:
+        words = "a run is called as its folder, so take another one"
+        raise SetupError(f"{folder}: {words}. {error.text}") from None
     run = pinned(run, options.data, options.tokenizer, options.start, options.eval_data)
     charter = rules.make(
         name=run.name, run=run.id, sequence=1, expires=int(unix_s() + options.days * DAY_S),

@@ -257,6 +257,8 @@ def test_what_init_cannot_do_is_said_and_leaves_nothing(
     keepers.rmdir()
     assert init(manifest / "mine", "--manifest", str(manifest)) != 0
     assert "mine cannot be made: Not a directory. Name another folder" in capsys.readouterr().err
+    assert init(tmp_path / "mé") != 0
+    assert "mé: a run is called as its folder, so take another one. name = " in capsys.readouterr().err
     manifest.write_text(manifest.read_text().replace('owner = ""', f'owner = "{OWNER.peer_id}"'))
     assert init(tmp_path / "mine", "--manifest", str(manifest)) != 0
     assert "the manifest has an owner already (admission.owner): leave it out" in capsys.readouterr().err
