@@ -88,6 +88,8 @@ class Run:
             raise SetupError(f"loss is {loss!r}: give a function, such as torch.nn.functional.mse_loss")
         inputs, targets = pytree.tree_map_only(np.ndarray, torch.from_numpy, (inputs, targets))
         inputs, targets = pytree.tree_map_only(np.generic, np.generic.item, (inputs, targets))
+        if isinstance(data, Mapping) and any(hasattr(one, "shape") for one in data.values()):
+            raise SetupError("data is a dict of arrays: give a tuple, of the module's inputs and the targets")
         columns = None if isinstance(data, Mapping) else columns_of(data)
         table = _model_table(model, columns)
         if self.module is None and any(given is not None for given in (inputs, loss, targets)):
@@ -145,8 +147,7 @@ class Run:
         self.tokenizer = None if tokenizer is None else Path(tokenizer)
         self.start = None if start is None else Path(start)
         self.code = code
-        """The folder with the module's code and weights, and the samples; None: the manifest names installed
-        code, or none."""
+        """The folder of the module's code and weights, and the samples; None: its code is installed."""
         self.terms = pinned(terms, self.files, self.tokenizer, self.start, self.eval_data)
         """What the manifest says."""
 

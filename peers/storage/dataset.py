@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -195,7 +196,7 @@ def _text_files(run: Run, files: Sequence[str | Path]) -> list[Path]:
         if not run.data.sha256 and path.name.lower().endswith(_PACKED):
             raise SetupError(
                 f"the data file {path} is packed, or has texts in rows: make tokens of it by swarm tokenize "
-                f"{path} --out FOLDER, and give FOLDER instead"
+                f"{shlex.quote(str(path))} --out FOLDER, and give FOLDER instead"
             )
     return paths
 

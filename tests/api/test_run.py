@@ -554,6 +554,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data": (TOKENS,)}, "samples have one array each, and the loss needs another: the target"),
     ({"data": 5}, "data is a int: give samples"),
     ({"data": DataLoader(TensorDataset(TOKENS, CLASSES))}, r"give samples \(of a DataLoader its .dataset\)"),
+    ({"data": {"x": TOKENS, "y": CLASSES}}, "data is a dict of arrays: give a tuple, of the module's inputs"),
     ({"loss": None}, r"does not fit Net.forward: .*If it does not give its loss itself, give a loss"),
     ({"data": []}, "data has no samples"),
     ({"data": [([1], 0), ([1, 2], 0)]}, r"data\[1\] is \[2\] and \[\], data\[0\] is \[1\] and \[\]: make"),
