@@ -9922,4 +9922,28 @@ MUTATIONS: tuple[Mutation, ...] = (
         "One of three that sends no part has the two others charge each other: no step for minutes.",
         ("test_attack",),
     ),
+    Mutation(
+        "train-on-the-keys-of-rows",
+        DATASET,
+        "if not run.data.sha256 and path.name.lower().endswith(_PACKED):",
+        "if False:",
+        "swarm init --data rows.jsonl trains on braces, keys and quotes without a word.",
+        ("test_dataset",),
+    ),
+    Mutation(
+        "replace-any-index",
+        "peers/tokenize/make.py",
+        "if there != wanted:",
+        "if False:",
+        "swarm tokenize takes the tokens of a run away, if its folder is given as --out.",
+        ("test_tokenize",),
+    ),
+    Mutation(
+        "announce-where-a-name-led-once",
+        "peers/net/node.py",
+        "if announce != daemon.options.announce:",
+        "if False:",
+        "A peer that announces a name of DynDNS is left out once that leads elsewhere.",
+        ("test_supervision",),
+    ),
 )
