@@ -28,7 +28,7 @@ BITS = 44
 SCALE = 2.0**BITS
 _DEVICE_SLICE = 1 << 26
 """Elements: 800 MB on a GPU, of which a launch is long enough to hide the next."""
-_SLICE = 1 << 16
+_SLICE = 1 << 15
 """Elements: few calls, and what is computed with them stays in an L2 cache."""
 BLOCK = 256
 """Numbers of a weight, in their order, of which the same bits are dropped; its last block may be shorter."""
@@ -89,8 +89,7 @@ def dropped_after(total: torch.Tensor, dropped: torch.Tensor, kept_bits: int) ->
     """
     filled = torch.nn.functional.pad(total.reshape(-1), (0, -total.numel() % BLOCK))
     largest = torch.linalg.vector_norm(filled.view(-1, BLOCK), ord=torch.inf, dim=1).cpu()
-    _, exponents = torch.frexp(largest)
-    wanted = (exponents + (BITS - kept_bits)).clamp(0, MOST_DROPPED).to(torch.uint8)
+    wanted = (torch.frexp(largest).exponent + (BITS - kept_bits)).clamp(0, MOST_DROPPED).to(torch.uint8)
     return torch.where(largest > 0, wanted, dropped.cpu()).to(dropped.device)
 
 
@@ -107,21 +106,22 @@ def largest_norm(term: torch.Tensor) -> torch.Tensor:
 def add_exact(total: torch.Tensor, term: torch.Tensor, rounded: Rounded | None = None) -> None:
     """Add `term` (floats, any shape, within `largest_term`) to `total` (int64, 1-D, as many elements)."""
     flat = term.detach().reshape(-1).contiguous()  # a kernel reads its memory, whatever its stride
-    on_host = flat.device.type == "cpu"
-    fused = None if on_host or rounded is not None else _fused_add(flat.device, flat.dtype)
+    if flat.device.type == "cpu":
+        # numpy multiplies, and converts float32 to int64, in 2/3 of torch's time.
+        terms, sums = flat.to(torch.promote_types(flat.dtype, torch.float32)).numpy(), total.numpy()
+        for start in range(0, len(terms), _SLICE):
+            part = terms[start : start + _SLICE]
+            scaled = part * SCALE if rounded is None else rounded.part(torch.from_numpy(part), start).numpy()
+            sums[start : start + _SLICE] += scaled.astype(np.int64)
+        return
+    fused = _fused_add(flat.device, flat.dtype) if rounded is None else None
     if fused is not None:
         fused(total, flat)
         return
-    size = _SLICE if on_host else _DEVICE_SLICE  # a matrix of GPT-3's would take 7 GB at once
-    for start in range(0, len(flat), size):
-        part = flat[start : start + size].to(torch.promote_types(flat.dtype, torch.float32))
+    for start in range(0, len(flat), _DEVICE_SLICE):  # a matrix of GPT-3's would take 7 GB at once
+        part = flat[start : start + _DEVICE_SLICE].to(torch.promote_types(flat.dtype, torch.float32))
         scaled = part * SCALE if rounded is None else rounded.part(part, start)
-        if on_host:
-            # numpy converts float32 to int64 in 2/3 of torch's time.
-            target = total[start : start + size].numpy()
-            target += scaled.numpy().astype(np.int64)
-        else:
-            total[start : start + size].add_(scaled.to(torch.int64))
+        total[start : start + _DEVICE_SLICE].add_(scaled.to(torch.int64))
 
 
 _ADD = """
