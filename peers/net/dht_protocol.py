@@ -53,12 +53,8 @@ MAX_OF_ONE, MAX_SIGNED_BY_ONE = 8, 64
 signed besides, manifests and charters: anybody may store those of its former runs again."""
 STORED_PER_S = 2.0
 STORED_AT_ONCE = 128.0
-"""Values of its own that one peer may offer: each costs the check of a signature, 0.1 ms. Its record is
-renewed under 4 keys each 5 s."""
-HANDED_ON_PER_S, HANDED_ON_EACH_PER_S = 200.0, 20.0
-HANDED_ON_AT_ONCE, HANDED_ON_EACH_AT_ONCE = 4096.0, 3072.0
-"""Values of others that all peers together may offer, and one of them, such as manifests and charters. What
-is refused comes with the next renewal."""
+"""Values that one peer may offer: each costs the check of a signature, 0.1 ms. Its record is renewed under 4
+keys each 5 s, and what it hands on of others, a manifest and a charter, seldom."""
 GIVEN_SHARE = 4
 """Of the places that are left: so large a part one may have taken for what it hands on, or a single one."""
 LOOKED_THROUGH_PER_S = 32768.0
@@ -360,8 +356,7 @@ class DhtNode:
         self._of: Counter[tuple[str, bool]] = Counter()
         """How many values are kept of each subkey: records, and others."""
         self._offers: dict[tuple[PeerId, float], Allowance] = {}
-        """Of each peer: of its own values, of others', and of what is looked through for it."""
-        self._handed_on = Allowance(HANDED_ON_PER_S, HANDED_ON_AT_ONCE)
+        """Of each peer: of the values that it offers, and of what is looked through for it."""
         self._strangers = Allowance(PINGED_PER_S, PINGED_AT_ONCE)
         self._reaching: set[PeerId] = set()
         """Peers that want to know whether we reach them."""
@@ -420,15 +415,11 @@ class DhtNode:
             del self._offers[next(iter(self._offers))]
         return known
 
-    def _may_offer(self, peer: PeerId, *, first_hand: bool) -> bool:
-        own, others = (STORED_PER_S, STORED_AT_ONCE), (HANDED_ON_EACH_PER_S, HANDED_ON_EACH_AT_ONCE)
-        may = self._allowance(peer, *(own if first_hand else others)).take_if_there(1.0, now=now_s())
-        return may and (first_hand or self._handed_on.take_if_there(1.0, now=now_s()))
-
     def _store(self, sender: PeerId, key: bytes, entry: Entry) -> bool:
         """Keep a value for a peer; whether it is kept."""
         first_hand, held = sender == entry.subkey, self._kept.get(key, {})
-        if not self._may_offer(sender, first_hand=first_hand) or entry.expires <= unix_s():
+        offers = self._allowance(sender, STORED_PER_S, STORED_AT_ONCE)
+        if not offers.take_if_there(1.0, now=now_s()) or entry.expires <= unix_s():
             return False  # nor opened: what is over says nothing of who is there, and uses a token
         if (opened := self.check.open(key, entry)) is None:
             return False

@@ -3990,17 +3990,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "offers-of-one-without-end",
         NODES,
-        "others)).take_if_there(1.0, now=now_s())",
-        "others)) is not None",
+        "if not offers.take_if_there(1.0, now=now_s()) or entry.expires <= unix_s():",
+        "if entry.expires <= unix_s():",
         "One peer has a node check signatures without end.",
-        ("test_dht_protocol",),
-    ),
-    Mutation(
-        "offers-of-others-without-end",
-        NODES,
-        "return may and (first_hand or self._handed_on.take_if_there(1.0, now=now_s()))",
-        "return may",
-        "A crowd has a node check the signatures of what it hands on without end.",
         ("test_dht_protocol",),
     ),
     Mutation(
@@ -9288,8 +9280,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-hands-on-for-all",
         "peers/net/dht_protocol.py",
-        "return may and (first_hand or self._handed_on.take_if_there(1.0, now=now_s()))",
-        "return may if first_hand else self._handed_on.take_if_there(1.0, now=now_s())",
+        "offers = self._allowance(sender, STORED_PER_S, STORED_AT_ONCE)",
+        'offers = self._allowance("", STORED_PER_S, STORED_AT_ONCE)',
         "Whom an owner is about to ban has no node take the new charter.",
         ("test_directory",),
     ),
