@@ -24,7 +24,7 @@ from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.islands.meeting import IslandMeeting
 from peers.ports import Rank
-from peers.stage.all_reduce import AllReduce, RoundAborted
+from peers.stage.all_reduce import AllReduce, RoundAborted, holds
 from peers.stage.coordination import StepCoordination
 from peers.stage.open_step import OpenStep, audit
 from peers.stage.recovery import Recovery
@@ -38,7 +38,6 @@ from peers.transfer.gradient import fetch_gradient
 from peers.waiting import TaskKeeper, report_bug
 from swarm.errors import PeerFault, PeerSilent, Refused, SetupError, SwarmError
 from swarm.ids import PeerId, Position
-from swarm.model.reductions import vectors_digest
 from swarm.protocol import replica
 from swarm.protocol.blame import Awaited, RoundWaits
 from swarm.protocol.ledger import check_bitmap
@@ -215,8 +214,7 @@ class Actions:
     async def _changed(self, step: OpenStep, round_name: str) -> tuple[torch.Tensor, Prepared]:
         """At a meeting what this island has changed, as the result of a round."""
         changed = await self._meeting.difference(step)
-        digest = await asyncio.to_thread(vectors_digest, [changed], on_device=False)
-        return changed, Prepared(round_name, 0.0, digest)
+        return changed, await asyncio.to_thread(holds, round_name, changed, lambda _: 0.0)
 
     async def _thaw(self, step: OpenStep) -> None:
         """Open the sum again, once no replica can receive a mixture of before and after."""
@@ -237,9 +235,10 @@ class Actions:
         core, began = self._core, now_s()
 
         def failed(fault: PeerFault, *, costs: bool = False) -> None:
-            core.backoff.failed(fault.peer, now=now_s())
             if fault.silent or costs:  # it says that it has the result: as good as a round that failed
                 core.backoff.charge(fault.peer, t=step.t, since_s=began, now=now_s(), rounds=1)
+            else:
+                core.backoff.failed(fault.peer, now=now_s())
             core.emit(events.PeerLost(peer=fault.peer, stage=core.stage, why=fault.why))
 
         if core.run.meets_at(step.t):  # replicas have changed the same

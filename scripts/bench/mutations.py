@@ -9938,4 +9938,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A peer that announces a name of DynDNS is left out once that leads elsewhere.",
         ("test_supervision",),
     ),
+    Mutation(
+        "take-who-gives-no-result-for-away",
+        ACTIONS,
+        "            else:\n                core.backoff.failed(fault.peer, now=now_s())",
+        "            if True:\n                core.backoff.failed(fault.peer, now=now_s())",
+        "Who waits for the nonce of its coordinator counts no time, and follows it for a minute.",
+        ("test_limits",),
+    ),
 )

@@ -447,7 +447,9 @@ async def test_a_replica_whose_bodies_trickle_costs_its_budget(steps: int) -> No
 
 
 async def test_one_that_opens_no_result_of_those_it_says_it_has_costs_two_rounds() -> None:
-    """Not the time in which a whole state may be copied."""
+    """Not the time in which a whole state may be copied. Nor can it not be reached: else the time of its turn
+    did not count for those that wait for it, and one of two had the run stand still for a minute.
+    """
     async with swarm(admitting(audit_run(stages=2, steps=4, microbatches_per_step=8))) as s:
         await s.until_serving()
         s.add_trainer(TRAINER)
@@ -463,6 +465,7 @@ async def test_one_that_opens_no_result_of_those_it_says_it_has_costs_two_rounds
             await this.actions._fetch(step, Fetch(t=step.t, round="5a", sources=("s1p1",)))  # type: ignore
         assert s.network.loop.now_s - began_s < BUDGET_S
         assert this.core.backoff.rests("s1p1", now=now_s())
+        assert not this.core.backoff.is_away("s1p1", now=now_s())
 
 
 # --- a round waits for one ---------------------------------------------------------------------------------
