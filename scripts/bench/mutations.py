@@ -4946,7 +4946,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "learn-from-a-step-after-a-late-word",
         "swarm/policy/rotation.py",
-        "alone and ahead >= self._ahead",
+        "alone and ahead == self._ahead",
         "alone",
         "Who was told late of a step takes the next one for short, and its turns differ from then on.",
         ("test_lying_coordinators",),
@@ -5458,7 +5458,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-state-that-was-fetched-says-how-long-steps-take",
         "swarm/policy/rotation.py",
-        "else alone and ahead >= self._ahead",
+        "else alone and ahead == self._ahead",
         "else True",
         "One that was cut off for 27 s coordinates alone for four minutes, and follows none of its stage.",
     ),
@@ -9937,6 +9937,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if False:",
         "A peer that announces a name of DynDNS is left out once that leads elsewhere.",
         ("test_supervision",),
+    ),
+    Mutation(
+        "learn-from-a-step-told-later-than-the-one-before",
+        "swarm/policy/rotation.py",
+        "alone and ahead == self._ahead",
+        "alone and ahead >= self._ahead",
+        "Who was told late of one of a run's first steps keeps its turn for 43 s, and holds the others up.",
+        ("test_limits",),
     ),
     Mutation(
         "take-who-gives-no-result-for-away",

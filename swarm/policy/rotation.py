@@ -106,7 +106,7 @@ class Rotation:
         """This peer has taken a step, caught up by several, or got weights of no later step. `ahead`: most of
         the others had not yet taken it (0), had (1), are one further (2), or more (3).
 
-        A step that others took before says not how long steps take, nor the next one, if it comes in time.
+        A step of which it was told later than of the one before, or less late, says not how long steps take.
         Several together do, if the others were at most one further before.
         """
         took_s, limit_s = now - self._stepped_s, self._usual.limit_s
@@ -122,7 +122,7 @@ class Rotation:
         in_time = len(self._slow_s) == STEPS and sum(self._slow_s) <= limit_s
         if in_time:
             self._used = 0.0
-        tells = self._ahead < 3 if steps > 1 else alone and ahead >= self._ahead
+        tells = self._ahead < 3 if steps > 1 else alone and ahead == self._ahead
         each_s, self._ahead = took_s / max(1, steps - 1), ahead
         if tells and each_s <= limit_s:
             self._noted_steps += 1

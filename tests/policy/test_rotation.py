@@ -408,6 +408,16 @@ def test_a_step_after_one_of_which_this_peer_was_told_late_says_not_how_long_ste
     assert this.rotation.late, "it was told of both late"
 
 
+def test_a_step_of_which_this_peer_is_told_late_says_not_how_long_steps_take() -> None:
+    """One of two, told 3 s late of a run's third step, kept its turn for 43 s; for all others it was over."""
+    this = Watched()
+    for took_s, ahead in ((0.2, 0), (6.5, 0), (4.0, 1)):
+        this.waits(took_s)
+        this.rotation.stepped(now=this.now, ahead=ahead)
+    this.waits(LATE_S + 1.0)
+    assert this.rotation.late
+
+
 def test_while_steps_are_late_no_turn_begins_by_their_number() -> None:
     this = Watched()
     this.takes(TURN_STEPS - 1, "", slow_s=0.0)

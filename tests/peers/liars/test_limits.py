@@ -551,6 +551,20 @@ async def test_one_of_two_for_which_each_check_waits_costs_half_a_turn(stage: in
         assert s.network.loop.now_s - began_s <= FIRST_TURN_S + 7.5
 
 
+async def test_one_of_two_that_coordinates_and_shows_no_nonce_has_one_turn() -> None:
+    """With the only result it had the other one ask for its products for 25 s and more: 92 s for 18 steps."""
+    async with swarm(CHECKED) as s:
+        give_voice(s, *s.peers)
+        await s.until_serving()
+        s.add_trainer(TRAINER)
+        await s.until_version(2)
+        s.network.peers["s1p1"].transport.serve("reveal", never_answered)
+        began_s = s.network.loop.now_s
+        honest = [peer for name, peer in s.peers.items() if name != "s1p1"]
+        await s.until(lambda: all(peer.core.version >= STEPS for peer in honest), limit_s=600.0)
+        assert s.network.loop.now_s - began_s <= BUDGET_S
+
+
 def test_both_of_two_owners_are_not_charged_by_one_that_owns_no_part() -> None:
     """What it waits for may be its own line."""
     backoff = Backoff()
