@@ -27,6 +27,7 @@ import msgspec
 from peers.storage import CACHE_ENV, atomic_file, fetch
 from peers.storage.index import Index, TreeFile
 from peers.storage.shards import Shards, ShardSlice
+from peers.system import shortage
 from swarm.errors import NotNow, SetupError, SwarmError
 from swarm.merkle import (
     BLOCK_BYTES,
@@ -155,7 +156,7 @@ class Blocks:
     def _of_block(self, block: int, start: int, end: int) -> bytes:
         first, last = start // PART_BYTES, -(-end // PART_BYTES)
         for _ in range(2):
-            with contextlib.suppress(OSError):
+            try:
                 nodes = self._inside(block)[0]
                 with self._open(block) as file:
                     data = self._data(
@@ -164,6 +165,9 @@ class Blocks:
                 parts = (data[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES))
                 if b"".join(map(part_node, parts)) == nodes[first * NODE_BYTES : last * NODE_BYTES]:
                     return data[start - first * PART_BYTES : end - first * PART_BYTES]
+            except OSError as error:
+                if short := shortage(error):
+                    raise SetupError(short) from None
             log.warning("%s is damaged, or the file that it is of: fetching it again", self._path(block))
             self._forget(block)
         raise SetupError(f"what is kept in {self._folder} is damaged again and again: set {CACHE_ENV}")
@@ -175,8 +179,9 @@ class Blocks:
     def _inside(self, block: int) -> list[bytes]:
         try:
             return self._inside_again(block)
-        except OSError:
-            self._forget(block)
+        except OSError as error:
+            if not shortage(error):
+                self._forget(block)
             return self._inside_again(block)
 
     def _levels(self, block: int) -> list[bytes]:

@@ -193,9 +193,7 @@ class SharedWeights:
         return sum(self._layout.terms[name].shape.numel() for name in self.names[other])
 
     def part(self, reduced: torch.Tensor, other: Stage) -> torch.Tensor:
-        """What `other` needs of the value of this stage's sum: a copy, 1-D, in the order of `names[other]`.
-        Raises as `numel`.
-        """
+        """What `other` needs of this stage's sum: a copy, 1-D, by `names[other]`. Raises as `numel`."""
         self.numel(other)
         spans = (self._layout.terms[name] for name in self.names[other])
         return torch.cat([reduced[span.start : span.end] for span in spans])

@@ -142,9 +142,7 @@ class StageCoordinator:
         return max(versions.values(), default=self._agreed.generation.start)
 
     def goes_by_strangers(self, version: int) -> bool:
-        """Whether only strangers say that they have what this replica lacks, at `version`: perhaps no other
-        stage bears that out.
-        """
+        """Whether only strangers have what this replica lacks, by their word; stages may not bear it out."""
         return not self.voice and version < self.run_version <= self.newest
 
     def holds(self, t: int) -> bool:

@@ -236,6 +236,26 @@ def test_a_token_that_changed_on_the_disk_is_found_when_it_is_used(text: Path, c
     assert bytes(open_dataset(FILES, [text]).batch([0])[0]) == raw[:5]
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+@pytest.mark.parametrize("at", ["_open", "_inside_again"])
+def test_of_a_lack_of_file_descriptors_no_cache_is_said_to_be_damaged(
+    text: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at: str, number: int
+) -> None:
+    data = open_dataset(FILES, [text])
+    good, path = bytes(data.batch([0])[0]), data.blocks._path(0)
+
+    def none_free(*_: object) -> Any:
+        raise OSError(number, "Too many open files")
+
+    data.blocks._inside_again.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(data.blocks, at, none_free)
+        with pytest.raises(SetupError, match="no free file descriptors"):
+            data.batch([0])
+    assert path.exists() and "damaged" not in caplog.text
+    assert bytes(data.batch([0])[0]) == good
+
+
 @pytest.mark.parametrize("index", [b"", b"{", b"../../x", b"ab", b"\xff"])
 def test_a_damaged_index_of_the_cache_is_made_again(text: Path, cache: Path, index: bytes) -> None:
     good = open_dataset(FILES, [text])
