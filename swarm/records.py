@@ -16,8 +16,7 @@ State = Literal["choosing", "joining", "serving", "leaving", "left", "keeping", 
 `paused`: its owner needs the device. The peer keeps its stage and its state, and takes part in nothing."""
 
 NO_STAGE: Stage = -1
-"""The stage of a keeper, whose state is always `keeping`, of a trainer (`feeding`), and of a newcomer that is
-`choosing` one."""
+"""Of a keeper (always `keeping`), a trainer (`feeding`), and a newcomer that is `choosing` a stage."""
 
 
 class Voucher(msgspec.Struct, frozen=True, array_like=True):

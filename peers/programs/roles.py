@@ -115,10 +115,11 @@ class Networked(Generic[OptionsT]):
                 names = ", ".join(map(run.place, missing[:CELLS_SHOWN]))
                 more = len(missing) - CELLS_SHOWN
                 names += f" and {count(more, 'more cell')}" if more > 0 else ""
+            allowed = "".join(f" --allow-code {shlex.quote(word)}" for word in options.allow_code)
             self._note(
                 f"the run waits for {count(len(missing), 'more peer')}: nobody serves {names} yet. "
                 f"Start {'one for each' if missing[1:] else 'it'}, here or elsewhere:\n"
-                f"    {start_line('peer', options.run, options.join[0])}"
+                f"    {start_line('peer', options.run, options.join[0])}{allowed}"
             )
 
     @contextlib.asynccontextmanager

@@ -124,13 +124,14 @@ async def test_a_program_says_which_peers_the_run_waits_for_and_how_they_are_sta
         return there
 
     run, node, said = example_run(), SimpleNamespace(directory=SimpleNamespace(lookup_all=lookup_all)), []
-    options = TrainOptions(run=run.id, join=(THERE,))
+    options = TrainOptions(run=run.id, join=(THERE,), allow_code=("my_package", "./my code"))
     monkeypatch.setattr("peers.start_line.program", lambda: ".venv/bin/swarm")
     trainer = Train(options, emit=lambda event: said.append(event.words()))
     await trainer._tell_missing(options, node, run, 1)  # type: ignore[arg-type]
     first, line = said.pop().split("\n")
     assert first.startswith("the run waits for 2 more peers: nobody serves stages 0, 2 yet. Start one for")
-    assert build_parser().parse_args(shlex.split(line)[1:]).join == [THERE]
+    start = build_parser().parse_args(shlex.split(line)[1:])
+    assert (start.join, start.allow_code) == ([THERE], ["my_package", "./my code"]), "as it was started"
     await trainer._tell_missing(options, node, run, 0, 1)  # type: ignore[arg-type]
     assert said.pop().startswith(
         "the run waits for 1 more peer: nobody serves stage 2 yet. Start it, here or"
