@@ -34,7 +34,7 @@ class Violation(AssertionError):
     """An invariant does not hold."""
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=None)
 def due_of(
     run: Run, *, tied: bool
 ) -> tuple[dict[tuple[int, int, int], dict[str, torch.Tensor]], list[tuple[float, ...]]]:
