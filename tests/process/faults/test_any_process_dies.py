@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import psutil
 import pytest
 
-from peers.events import Serving, StateFetched, StepDone, Stepped
+from peers.events import PeerLost, Serving, StateFetched, StepDone, Stepped
 from tests.process.swarm_processes import Family, Training, eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -27,8 +28,12 @@ def swarm(module_swarm: Training) -> Iterator[Training]:
 
 
 def test_a_killed_peer_leaves_nothing_and_another_takes_its_state_and_its_place(swarm: Training) -> None:
-    swarm.kill(swarm.serving(0)[0])
+    victim, killed = swarm.serving(0)[0], time.time()
+    swarm.kill(victim)
     swarm.goes_on()
+    told = [event for program in swarm.programs for event in program.heard(PeerLost) if event.at > killed]
+    # By its broken connection, also on a busy machine; its silence would be noticed after 3.5 s only.
+    assert min(event.at for event in told if event.peer == victim.peer_id) - killed < 3.0
     before = swarm.version()
     joiner = swarm.peer(0)
     assert swarm.hear(joiner, StateFetched).version >= before
