@@ -38,8 +38,8 @@ LONGEST_FIRST = (
     *("test_local_swarm.py", "test_health.py", "test_refusals.py", "test_dashboard.py"),
     *("test_brought.py", "test_islands.py", "test_behind_nat.py", "test_docs_run.py", "test_up.py"),
     *("test_exact.py", "test_fleet.py", "test_custom_model.py", "test_node.py", "test_keeper.py"),
-    *("test_bootstrap.py", "test_pause.py", "test_slow_links.py", "test_recovery.py", "test_vouchers.py"),
-    *("test_leaving.py", "test_stage_lost.py", "test_any_process_dies.py", "test_resume.py"),
+    *("test_bootstrap.py", "test_pause.py", "test_slow_links.py", "test_vouchers.py"),
+    *("test_leaving.py", "test_any_process_dies.py", "test_resume.py"),
 )
 """Files of the process part, longest first: no core shall be idle at its end."""
 
