@@ -58,7 +58,12 @@ from swarm.wire.messages import pack, unpack
 GOAL_S = 30.0
 STEPS = 20
 Trace: TypeAlias = Callable[[str], None] | None
-RUNS = ("one", "two, of two stages", "one, and a fault besides", "two, and a fault besides")
+RUNS = (
+    "one lies at random",
+    "two lie at random",
+    "one lies, and a fault besides",
+    "two lie, and a fault besides",
+)
 """By the rest of a seed and 4."""
 FAULTS = ("cut", "cut one way", "stop", "storm", "slow threads", "kill trainer", "join", "pause", "restart")
 
