@@ -111,8 +111,6 @@ class StepProtocol:
         self._told: dict[PeerId, Directive] = {}
         self._numbers = count(1 + int(1e6 * since_s))  # more than it said before it was started again
         self._behind_since: float | None = None
-        self._goes_by_strangers = False
-        self._checked_s = -math.inf
         self.witnessed = local.position
         """The furthest position that a replica of another stage reported."""
         self.trained = Position()
@@ -125,11 +123,11 @@ class StepProtocol:
         self.run_status = RunStatus(run=run.id)
         self._messages: list[Message] = []
         self._actions: list[replica.Action] = []
-        self._spoke_s = self._led_s = -math.inf
+        self._spoke_s = self._led_s = self._away_s = self._checked_s = -math.inf
         self._followed_s = math.inf
         """When another with voice reported last to this one, this one to another that did not rest for it,
         one that holds rounds up was passed over, a step became late, or another turn began."""
-        self._soon = False
+        self._soon = self._goes_by_strangers = False
 
     # -- what the caller sees ---------------------------------------------------------------------
 
@@ -229,6 +227,7 @@ class StepProtocol:
         coordinator = self.coordinator(self._stage, now=now)
         if not self._local.joined and not self._local.steps:
             return coordinator == self._me
+        there = {p: m for p, m in self._coordinator.members.items() if not is_gone(m.seen_s, now=now)}
         if self.belief.needs_proof and self._local.version < self._run.steps:
 
             def first(stage: Stage, turn: int | None = None) -> list[PeerId]:
@@ -236,11 +235,10 @@ class StepProtocol:
                 return self._by_turn(stage, serving, turn)[:1]
 
             # Who reports is there, though it answers no report.
-            there = {p for p, m in self._coordinator.members.items() if not is_gone(m.seen_s, now=now)}
-            away = any(self._backoff.is_away(p, now=now) for p in {*first(self._stage), *first(0)} - there)
+            away = any(self._backoff.is_away(p, now=now) for p in {*first(self._stage), *first(0)} - {*there})
+            self._away_s = now if away else self._away_s
             # Those that have only just taken this step counted its time as well.
-            following = min(self._local.version + 1, self._run.steps - 1)
-            passed = partial(self.belief.is_passed, following)
+            passed = partial(self.belief.is_passed, min(self._local.version + 1, self._run.steps - 1))
             leads = coordinator == self._me
             held_up = self._rotation.waits(now=now, counts=not away, leads=leads, passed=passed)
             if self._rotation.left_behind and coordinator is not None and not leads:
@@ -251,22 +249,25 @@ class StepProtocol:
                 for peer in first(self._stage + 1, held_up):  # from now on it has less time to answer in
                     self._backoff.charge(peer, t=self._local.version, since_s=now, now=now)
                 coordinator = self.coordinator(self._stage, now=now)
+        to, since = set[PeerId](), 0
         if coordinator == self._me:
             self._lead(now)
+            lately = [p for p, m in self._coordinator.members.items() if now - m.seen_s <= LATELY * REFRESH_S]
+            if now - self._away_s < LOST_S and lately == [self._me]:
+                # Perhaps it is not heard, and others go by another one, which of two needs its word.
+                to = self._to_tell(self._stage, None, "", 2, now)
         elif coordinator is not None:
             if not self._backoff.rests(coordinator, now=now):
                 self._followed_s = now
-            members, self._told = self._coordinator.members, {}
-            there = {p: m for p, m in members.items() if not is_gone(m.seen_s, now=now)}
-            self._coordinator.members = {p: m for p, m in there.items() if p != self._me}
+            self._coordinator.members, self._told = {p: m for p, m in there.items() if p != self._me}, {}
             self._coordinator.forget_answers()
-            last, since = self.directive, 0
+            last = self.directive
             if last and (last.coordinator, last.generation) == (coordinator, self._local.generation):
                 since = last.version if coordinator in last.sources else 0  # it knows the commits before
+            to = self._to_tell(self._stage, coordinator, last.coordinator if last else "", 0, now)
+        if to:
             report = self._report(since=since)
-            told = last.coordinator if last else ""
-            for peer in sorted(self._to_tell(self._stage, coordinator, told, 0, now)):
-                self._messages.append(Message(peer, *report))
+            self._messages += [Message(peer, *report) for peer in sorted(to)]
         return coordinator == self._me
 
     def _to_tell(self, stage: Stage, seen: PeerId | None, told: PeerId, more: int, now: float) -> set[PeerId]:

@@ -469,6 +469,21 @@ def test_the_turn_passes_of_one_that_answers_nothing_if_it_reports(reports: bool
     assert this._rotation.late == reports
 
 
+@pytest.mark.parametrize(("away", "follows"), [(False, False), (True, False), (True, True)])
+def test_of_two_who_coordinates_and_is_not_heard_reports_to_the_other_one(away: bool, follows: bool) -> None:
+    """Other stages hear bob in his turn, who needs this word. One that follows keeps its coordinator."""
+    of_1 = record("ann", steps=90), record("bob", steps=60)
+    this = protocol_of("ann", record("zoe", 0, steps=90), *of_1)
+    if away:
+        this._backoff.failed("zoe", now=NOW)
+    if follows:
+        this.report("bob", signed_report(report(0), SimSigner("bob"), None), [], now=NOW)
+    assert this.speak(now=NOW)
+    said = [to for to, body, _ in this.ready(now=NOW).messages if isinstance(body, ReplicaReport)]
+    assert said == (["bob"] if away and not follows else [])
+    assert this.coordinates(1, now=NOW)
+
+
 def test_a_replica_of_stage_0_that_does_not_coordinate_finds_a_commit_and_tells_it() -> None:
     of_0 = [record(name, 0, steps=steps) for name, steps in (("zoe", 60), ("yan", 40), ("wil", 40))]
     this = protocol_of("yan", *of_0, *(record(name, steps=60) for name in ("ann", "bob")), stage=0)

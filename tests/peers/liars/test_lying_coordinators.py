@@ -17,6 +17,7 @@ import torch
 
 from peers.ports import Answer, Request
 from peers.sim.loop import run_virtual
+from swarm.errors import PeerSilent
 from swarm.ids import Generation, Position
 from swarm.manifest import audit_run
 from swarm.protocol.ledger import Bitmap
@@ -190,6 +191,49 @@ async def test_a_coordinator_that_answers_no_report_and_reports_to_others_costs_
 
     lied_s = await lasts_s(stage, answers_no_report, dtype="float32", seed=seed, steps=STEPS * 3)
     assert lied_s - await clean_s(STEPS * 3) <= BUDGET_S
+
+
+def tells_no_other_stage(stage: int) -> Lie:
+    def lie(s: Swarm) -> None:
+        transport = s.network.peers[f"s{stage}p0"].transport
+        honest = transport.call
+
+        async def call(peer: str, method: str, *more: Any, **how: Any) -> Answer:
+            if method == "summary":
+                raise PeerSilent(peer, "no way there")
+            return await honest(peer, method, *more, **how)
+
+        transport.call = call  # type: ignore[method-assign]
+
+    return lie
+
+
+def is_cut_from_stage_0_in_one_direction(stage: int) -> Lie:
+    def lie(s: Swarm) -> None:
+        s.network.cut([f"s{stage}p0"], [name for name in s.peers if name.startswith("s0")], one_way=True)
+
+    return lie
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "lie"),
+    some(
+        [
+            (stage, lie)
+            for stage in (1, 2)
+            for lie in (tells_no_other_stage, is_cut_from_stage_0_in_one_direction)
+        ],
+        quick=[(1, tells_no_other_stage), (1, is_cut_from_stage_0_in_one_direction)],
+    ),
+)
+async def test_of_two_one_that_no_other_stage_hears_costs_its_budget(
+    stage: int, lie: Callable[[int], Lie], honest_s: float
+) -> None:
+    """It took the other stages for away, and itself for the coordinator for ever; the other one of its stage,
+    which spoke in its turn, lacked its word: no step was taken.
+    """
+    assert await lasts_s(stage, lie(stage), replicas=2) - honest_s <= BUDGET_S
 
 
 @pytest.mark.slow
