@@ -365,7 +365,7 @@ class NetworkOptions(Options):
     """How a role is reached."""
 
     host: str = option(
-        IP, "listen here (default: 0.0.0.0, or :: without IPv4; 127.0.0.1 if all is here)", "", group=NETWORK
+        IP, "listen here (default: 0.0.0.0; :: if all is IPv6; 127.0.0.1 if all is here)", "", group=NETWORK
     )
     port: int = option(PORT, "listen at this (default: any free port)", 0, group=NETWORK)
     announce: tuple[str, ...] = repeated(

@@ -325,10 +325,10 @@ def listening_host(given: str, join: Sequence[str], announce: Sequence[str] = ()
     """Where to listen if the user does not say: for other machines, unless all that are known are here."""
     if given or (not announce and all(map(is_loopback, join))):
         return given or "127.0.0.1"
-    if announce:  # where nothing listens nobody is to be sent
-        by_ipv6 = all(to_multiaddr(one).startswith(("/ip6/", "/dns6/")) for one in announce)
-        return "::" if by_ipv6 else "0.0.0.0"
-    return everywhere()
+    kinds = {one[1:].partition("/")[0] for one in (map(to_multiaddr, announce) if announce else join)}
+    if kinds <= {"ip6", "dns6"}:  # where nothing listens nobody is to be sent
+        return "::"
+    return "0.0.0.0" if announce or kinds <= {"ip4", "dns4"} else everywhere()
 
 
 async def settled(

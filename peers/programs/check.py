@@ -227,7 +227,8 @@ def gb(size: int) -> str:
 
 def check_all(options: CheckOptions) -> list[Finding]:
     """Every check, in the order in which one failing makes the next fail. Blocks for a few seconds."""
-    options = replace(options, host=options.host or (everywhere() if options.join else "127.0.0.1"))
+    wide = "::" if all(one.startswith("/ip6/") for one in options.join) else everywhere()
+    options = replace(options, host=options.host or (wide if options.join else "127.0.0.1"))
     findings = [check_python(), check_torch()]
     if findings[-1].ok:
         findings.append(check_device(options.device))

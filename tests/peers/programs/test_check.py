@@ -179,11 +179,13 @@ def test_who_listens_for_this_machine_only_is_not_told_to_forward_a_port(
     told = {finding.name: finding.found for finding in found}
     assert told["reach"] == "not tried: give --host 0.0.0.0, since 127.0.0.1 is seen by this machine only"
     assert "reach" not in {finding.name for finding in check_all(CheckOptions(device="cpu"))}
-    monkeypatch.setattr("peers.programs.check.everywhere", lambda: "::")
+    monkeypatch.setattr("peers.programs.check.everywhere", lambda: "0.0.0.0")
     monkeypatch.setattr(check, "check_reach", lambda options: Finding("reach", options.host))
     monkeypatch.setattr(check, "check_join", lambda options: Finding("join", options.host))
     found = check_all(CheckOptions(device="cpu", join=("192.0.2.7:1",)))
-    assert {Finding("reach", "::"), Finding("join", "::")} <= {*found}, "others have to reach it"
+    assert {Finding("reach", "0.0.0.0"), Finding("join", "0.0.0.0")} <= {*found}, "others have to reach it"
+    found = check_all(CheckOptions(device="cpu", join=("/ip6/2001:db8::7/tcp/1/p2p/x",)))
+    assert {Finding("reach", "::"), Finding("join", "::")} <= {*found}, "who sees it by IPv6 dials it so"
 
 
 def here(join: tuple[str, ...]) -> CheckOptions:

@@ -30,6 +30,7 @@ from tests.example import example_run
 
 PEER = "12D3KooW" + "A" * 44
 HERE, HERE_6 = "/ip4/127.0.0.1/tcp/31337/p2p/x", "/ip6/::1/tcp/31337/p2p/x"
+THERE_6 = "/ip6/2001:db8::7/tcp/31337/p2p/x"
 THERE, NAMED = "/ip4/192.0.2.2/tcp/31337/p2p/x", "/dns4/bootstrap/tcp/31337/p2p/x"
 
 
@@ -166,8 +167,11 @@ def test_a_line_begins_with_a_command_that_is_found(
 @pytest.mark.parametrize(
     ("given", "join", "announce", "expected"),
     [
-        ("", (THERE,), (), "everywhere"),
-        ("", (HERE, NAMED), (), "everywhere"),
+        ("", (THERE,), (), "0.0.0.0"),
+        ("", (HERE, NAMED), (), "0.0.0.0"),
+        ("", (THERE_6, HERE_6), (), "::"),
+        ("", (THERE_6, THERE), (), "everywhere"),
+        ("", ("/dns/bootstrap/tcp/31337/p2p/x",), (), "everywhere"),
         ("", (HERE, HERE_6), (), "127.0.0.1"),
         ("", (), (), "127.0.0.1"),
         ("", (), ("192.0.2.7:31337",), "0.0.0.0"),
