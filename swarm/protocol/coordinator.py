@@ -345,7 +345,7 @@ class StageCoordinator:
         return StepDirective(t=t)
 
     def tells(self, summary: StageSummary, peers: Set[PeerId], *, now: float) -> Set[PeerId]:
-        """Who of stage 0 gets a summary: `peers`, and who may have committed a step that is unready again."""
+        """Peers of stage 0 that get a summary: `peers`, and those that may have committed what is unready."""
         for step in summary.steps:
             if step.ready:
                 made = step.proofs[0].prepared.round if step.proofs else ""
