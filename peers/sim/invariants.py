@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -34,7 +34,7 @@ class Violation(AssertionError):
     """An invariant does not hold."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def due_of(
     run: Run, *, tied: bool
 ) -> tuple[dict[tuple[int, int, int], dict[str, torch.Tensor]], list[tuple[float, ...]]]:
