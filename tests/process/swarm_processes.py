@@ -698,8 +698,8 @@ class Swarm(Processes):
 class Training(Swarm):
     """A swarm that always trains: each test takes something from it, and the next finds it whole again."""
 
-    job_s = 0.15
-    """It trains also while tests wait for heartbeats and records, which few steps do."""
+    job_s = 0.05
+    """It trains also while tests wait for heartbeats and records: a fifth of the steps do."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, audit_run(stages=2, steps=1_000_000, microbatches_per_step=4))
