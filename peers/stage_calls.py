@@ -151,7 +151,7 @@ class StageCalls:
         If they seem enough they are asked where they serve: one that has moved refuses what comes to it by
         its old record. By the charter it refuses at each stage.
         """
-        by = set(refusals)
+        refusals, by = {**refusals}, set(refusals)  # who hears of others may clear what it noted
 
         def enough() -> bool:
             by.intersection_update(counted := self.counted())

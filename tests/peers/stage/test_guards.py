@@ -467,6 +467,21 @@ async def test_one_of_a_stage_that_is_all_that_was_known_of_it_does_not_refuse_f
     assert await calls.refusing({"a": Refused("no")}) == set(found)
 
 
+async def test_of_two_that_find_a_microbatch_refused_at_once_one_may_clear_what_both_noted() -> None:
+    """A trainer that peers did not admit yet cleared who refused it; a second microbatch of it was being
+    refused, and broke."""
+    line, records, refusals = Line(), Records(), {"a": NotAdmitted("the charter names other trainers")}
+    records.known = [replica(peer="a", stage=1)]
+
+    async def refresh(stages: object) -> list[PeerRecord]:
+        refusals.clear()
+        return records.known
+
+    records.refresh = refresh  # type: ignore[method-assign]
+    calls = StageCalls(TWO.id, 1, line, records, Router(), 2, on_fault=lambda _: None)
+    assert await calls.refusing(refusals) == {"a"}
+
+
 async def test_what_is_sent_on_is_noted_where_no_other_thread_notes_anything() -> None:
     """Of two that made room for it at once one broke. The books are not held for it: else each forward waits
     for gradients that others add.
