@@ -126,6 +126,6 @@ async def all_have(
 
 
 async def run_position(run: Run, transport: Transport, stages: Iterable[Sequence[PeerId]]) -> Position | None:
-    """The furthest position that at least half of each stage's answers have reached; None: none has."""
+    """The furthest position that at least half of each stage's answers have reached; None: none came."""
     each = [[said.position for said in told] for told in await _told_by(run, transport, stages, now_s())]
     return min((sorted(of, reverse=True)[(len(of) - 1) // 2] for of in each if of), default=None)

@@ -276,7 +276,7 @@ class Line:
             self._round_trips_s.append(took_s)
 
     def received(self, size_bytes: int, all_bytes: int, took_s: float) -> None:
-        """A body of `size_bytes` is whole `took_s` after its header; `all_bytes` came on the line by then."""
+        """A body of `size_bytes` is whole `took_s` after its header; `all_bytes` came meanwhile."""
         if size_bytes >= TELLING_BYTES:
             self._rates_bps.append(min(MAX_BPS, 8 * all_bytes / took_s) if took_s > 0 else MAX_BPS)
 

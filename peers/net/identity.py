@@ -257,7 +257,7 @@ def to_multiaddr(address: str, before: str = "") -> str:
 
 
 def host_part(host: str, before: str = "") -> str:
-    """The start of a multiaddr; of a name's addresses that in `before`, if any. Raises SetupError: none."""
+    """The start of a multiaddr, as in `before` if a name leads there. Raises SetupError: no IP or name."""
     if "%" in host:
         raise SetupError(f"{host!r} has a scope (%...), which p2pd does not understand: leave it out")
     try:

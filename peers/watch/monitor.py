@@ -55,7 +55,7 @@ class Monitor:
         take: Callable[[Observation], object] = lambda observation: None, *,
         refused: Callable[[], Mapping[str, int]] = dict, pace: WatchPace = USUAL_PACE,
     ) -> None:  # fmt: skip
-        """`take` gets each observation of `run`; `refused`: how many records the directory refused, why."""
+        """`take` gets each observation of `run`; `refused` counts refused records, by reason."""
         self._run, self._transport, self._directory = run, transport, directory
         self._take, self._refused, self._pace = take, refused, pace
         self._islands = Islands(run, transport.signer, directory, lambda: 0)

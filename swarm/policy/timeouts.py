@@ -109,7 +109,7 @@ class CallLimits:
     def call(
         self, peer: PeerId, serving: Iterable[Sequence[PeerRecord]], *, t: int, begun: bool = False
     ) -> Generator[float]:
-        """The time to make a call to `peer` in, with its `limit_s`. `begun`: it says so (needs less)."""
+        """The time to make a call to `peer` in, with its `limit_s`. `begun`: it has, and needs less."""
         self._calls[peer] += 1
         try:
             limit_s, trial_s = self.limit_s(peer, serving, t=t), TRIAL_S + 3 * self._usual.typical_s

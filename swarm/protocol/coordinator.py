@@ -36,7 +36,7 @@ from swarm.protocol.sums import are_checked
 from swarm.protocol.voice import heard, weight
 
 REALIGN_STEPS = 100
-"""Steps between realignments, after which devices of all kinds have equal bits, without checkpoints."""
+"""Steps between realignments, where there are no checkpoints: all kinds of device have equal bits after."""
 MAX_TOLD = 16
 """Summaries whose answers may be on their way."""
 ALONE_S = 20.0

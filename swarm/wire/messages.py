@@ -63,7 +63,7 @@ MAX_HOPS = 256
 MAX_ROUND_TRIPS = 32
 """Of those in an answer, as room is left. Links further behind are priced, and limit no share."""
 MAX_RECEIPTS = 60
-"""Of those in an answer, or in a request: 12 kB. Those of stages behind are checked by their callers only."""
+"""Of those in an answer, or in a request: 12 kB. Those further behind are checked by their callers only."""
 UNFOLDED_BYTES = 1 << 20
 """Bytes of bitmaps that a header may say in short: those of a plan with 1,000 members. A body: twice that."""
 
