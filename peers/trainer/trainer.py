@@ -333,7 +333,7 @@ class Trainer:
         # The charter that holds ends this program by itself, whichever the others know.
         refusals = self._refusals.setdefault(None if refused.by_charter else mb, {})
         refusals[peer] = refused
-        if await self._first.refusing(refusals):
+        if await self._first.refusing(refusals) and refusals:  # else it was said meanwhile
             failure = SetupError(f"microbatch {mb} is refused again and again: {refused.text}")
             if refused.by_charter:
                 refusals.clear()

@@ -2398,7 +2398,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-refusal-ends-a-trainer",
         TRAINER,
-        "if await self._first.refusing(refusals):",
+        "if await self._first.refusing(refusals) and refusals:",
         "if refusals:",
         "A record of a peer that serves nothing ends every trainer.",
         ("test_attack",),
@@ -2436,8 +2436,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "refused-without-end",
         TRAINER,
-        "        if await self._first.refusing(refusals):\n",
-        "        if False:\n",
+        "        if await self._first.refusing(refusals) and refusals:",
+        "        if False:",
         "A trainer that the run does not admit tries for ever.",
         ("test_work",),
     ),
