@@ -30,6 +30,8 @@ _DEVICE_SLICE = 1 << 26
 """Elements: 800 MB on a GPU, of which a launch is long enough to hide the next."""
 _SLICE = 1 << 15
 """Elements: few calls, and what is computed with them stays in an L2 cache."""
+_WIDENED = 1 << 19
+"""Elements of bfloat16 that are floats at a time: a matrix of GPT-3's would take 2.4 GB at once."""
 BLOCK = 256
 """Numbers of a weight, in their order, of which the same bits are dropped; its last block may be shorter."""
 MOST_DROPPED = 63 - min(ROUNDED.values())
@@ -108,11 +110,13 @@ def add_exact(total: torch.Tensor, term: torch.Tensor, rounded: Rounded | None =
     flat = term.detach().reshape(-1).contiguous()  # a kernel reads its memory, whatever its stride
     if flat.device.type == "cpu":
         # numpy multiplies, and converts float32 to int64, in 2/3 of torch's time.
-        terms, sums = flat.to(torch.promote_types(flat.dtype, torch.float32)).numpy(), total.numpy()
-        for start in range(0, len(terms), _SLICE):
-            part = terms[start : start + _SLICE]
-            scaled = part * SCALE if rounded is None else rounded.part(torch.from_numpy(part), start).numpy()
-            sums[start : start + _SLICE] += scaled.astype(np.int64)
+        wide, sums = torch.promote_types(flat.dtype, torch.float32), total.numpy()
+        for begin in range(0, len(flat), _WIDENED):
+            terms = flat[begin : begin + _WIDENED].to(wide).numpy()
+            for start in range(0, len(terms), _SLICE):
+                part, at = terms[start : start + _SLICE], begin + start
+                scaled = part * SCALE if rounded is None else rounded.part(torch.from_numpy(part), at).numpy()
+                sums[at : at + _SLICE] += scaled.astype(np.int64)
         return
     fused = _fused_add(flat.device, flat.dtype) if rounded is None else None
     if fused is not None:

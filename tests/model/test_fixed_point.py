@@ -54,13 +54,16 @@ def test_a_narrow_gradient_is_added_as_the_same_numbers_made_wide() -> None:
     assert norm.dtype == torch.float32 and norm >= narrow.abs().max()
 
 
-def test_each_number_is_cut_to_whole_units_wherever_it_lies_in_a_gradient() -> None:
-    term = torch.randn(70_001) * torch.logspace(-16, 3, 70_001)  # more than two slices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_number_is_cut_to_whole_units_wherever_it_lies_in_a_gradient(dtype: torch.dtype) -> None:
+    more_than_is_widened_at_once = (1 << 19) + (1 << 16) + 1
+    term = torch.randn(more_than_is_widened_at_once) * torch.logspace(-16, 3, more_than_is_widened_at_once)
+    term = term.to(dtype)
     assert torch.equal(summed([term]), (term.double() * 2.0**BITS).to(torch.int64))
     dropped = torch.randint(0, MOST_DROPPED, (blocks_of(len(term)),)).to(torch.uint8)
     how, sums = rounded(0, dropped), torch.zeros(len(term), dtype=torch.int64)
     add_exact(sums, term, how)
-    assert torch.equal(sums, how.part(term, 0).to(torch.int64))
+    assert torch.equal(sums, how.part(term.float(), 0).to(torch.int64))
 
 
 def test_a_kernel_is_given_the_numbers_of_a_gradient_one_behind_the_other(
