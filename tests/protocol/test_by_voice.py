@@ -469,10 +469,18 @@ def test_the_turn_passes_of_one_that_answers_nothing_if_it_reports(reports: bool
     assert this._rotation.late == reports
 
 
-@pytest.mark.parametrize(("away", "follows"), [(False, False), (True, False), (True, True)])
-def test_of_two_who_coordinates_and_is_not_heard_reports_to_the_other_one(away: bool, follows: bool) -> None:
-    """Other stages hear bob in his turn, who needs this word. One that follows keeps its coordinator."""
-    of_1 = record("ann", steps=90), record("bob", steps=60)
+@pytest.mark.parametrize(
+    ("away", "follows", "of_two"),
+    [(False, False, True), (True, False, True), (True, True, True), (True, False, False)],
+)
+def test_of_two_who_coordinates_and_is_not_heard_reports_to_the_other_one(
+    away: bool, follows: bool, of_two: bool
+) -> None:
+    """Other stages hear bob in his turn, who needs this word. One that follows keeps its coordinator.
+
+    Of three the other two go on without: beside a silent third each would leave it to the other to coordinate.
+    """
+    of_1 = [record("ann", steps=90), record("bob", steps=60), *[record("cid", steps=40)] * (not of_two)]
     this = protocol_of("ann", record("zoe", 0, steps=90), *of_1)
     if away:
         this._backoff.failed("zoe", now=NOW)
@@ -480,7 +488,7 @@ def test_of_two_who_coordinates_and_is_not_heard_reports_to_the_other_one(away: 
         this.report("bob", signed_report(report(0), SimSigner("bob"), None), [], now=NOW)
     assert this.speak(now=NOW)
     said = [to for to, body, _ in this.ready(now=NOW).messages if isinstance(body, ReplicaReport)]
-    assert said == (["bob"] if away and not follows else [])
+    assert said == (["bob"] if away and not follows and of_two else [])
     assert this.coordinates(1, now=NOW)
 
 
