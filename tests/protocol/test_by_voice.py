@@ -478,7 +478,7 @@ def test_of_two_who_coordinates_and_is_not_heard_reports_to_the_other_one(
 ) -> None:
     """Other stages hear bob in his turn, who needs this word. One that follows keeps its coordinator.
 
-    Of three the other two go on without: beside a silent third each would leave it to the other to coordinate.
+    Of three the other two go on without: beside a silent third each would leave it to the other one.
     """
     of_1 = [record("ann", steps=90), record("bob", steps=60), *[record("cid", steps=40)] * (not of_two)]
     this = protocol_of("ann", record("zoe", 0, steps=90), *of_1)
