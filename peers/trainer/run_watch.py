@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from peers.audit.verdicts import Verdicts
 from peers.clock import now_s
 from peers.ports import Directory, Transport
-from peers.status_query import run_position
+from peers.status_query import all_have, run_position
 from peers.voices import Voices
 from swarm.errors import PeerFault, Refused, SwarmError
 from swarm.ids import Generation, PeerId, Position
@@ -115,6 +115,13 @@ class RunWatch:
             return
         self._seen = watched.revision
         self.learn(peer, watched)
+        if self.version >= self._last_step > self.held_by_all and now_s() - self.step_began_s > SAME_S:
+            # A run coordinator that hears not all stages never says so, and once all is done no turn ends.
+            stages = map(self._voices.counted, range(self._run.S))
+            end = Position(self.generation, self._last_step)
+            if await all_have(self._run, self._transport, stages, end):
+                self.held_by_all = self._last_step
+                self._changed.set()
 
     def _watchable(self) -> list[PeerId]:
         """The peers of stage 0 that can be asked now, and whose word counts."""

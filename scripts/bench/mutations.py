@@ -9970,4 +9970,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "Who waits for the nonce of its coordinator counts no time, and follows it for a minute.",
         ("test_limits",),
     ),
+    Mutation(
+        "wait-for-the-run-coordinator-to-say-that-all-is-over",
+        "peers/trainer/run_watch.py",
+        "                self.held_by_all = self._last_step\n",
+        "                pass\n",
+        "A trainer never leaves a run that is over where the run coordinator answers no other stage.",
+        ("test_trainer_news",),
+    ),
+    Mutation(
+        "take-a-run-for-over-where-a-stage-is-behind",
+        "peers/trainer/run_watch.py",
+        "if await all_have(self._run, self._transport, stages, end):",
+        "if stages:",
+        "The last trainer leaves while a stage lacks the last step, and may be lost.",
+        ("test_trainer_news",),
+    ),
 )

@@ -17,7 +17,7 @@ from peers.sim.network import SimSigner
 from peers.trainer import Trainer, TrainerSettings
 from peers.trainer.run_watch import ASKED_S, SAME_S
 from peers.trainer.trainer import AWAKE_S, SLEPT_S, SLOW_S
-from swarm.errors import BadAnswer, Refused, Stale
+from swarm.errors import BadAnswer, PeerGone, Refused, Stale
 from swarm.ids import Generation, Microbatch, Position
 from swarm.manifest import IslandsSpec, audit_run
 from swarm.policy.backoff import BUDGET_ROUNDS, FIRST_REST_S
@@ -25,7 +25,7 @@ from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import RunStatus, StepLacking
 from swarm.protocol.worklist import REPLAY_AFTER_S, WorkItem
 from swarm.records import PeerRecord
-from swarm.wire.messages import Hop, Located, Watched, Work, WorkDone, unpack
+from swarm.wire.messages import Hop, Located, PeerStatus, Watched, Work, WorkDone, unpack
 from swarm.wire.receipts import Answered, give_receipt
 from tests.peers.alone import Line, Records
 from tests.peers.sybils import admitting
@@ -236,6 +236,35 @@ async def test_a_trainer_stays_until_all_stages_have_the_last_version() -> None:
     assert not training.done()
     hears(this, RUN.steps, held_by_all=RUN.steps)
     await asyncio.wait_for(training, 60.0)
+
+
+@pytest.mark.parametrize(("reached", "ends"), [((8, 8), True), ((8, 7), False), ((8, None), False)])
+async def test_a_trainer_leaves_though_no_run_coordinator_says_that_all_is_over(
+    reached: tuple[int, int | None], ends: bool
+) -> None:
+    """One that answers no summary hears of no other stage, and after the last step nobody else has a turn."""
+    line, records = Line("trainer"), Records()
+    this: Any = Trainer(RUN, Rows(), line, records, TrainerSettings(), lambda _: None)  # type: ignore[arg-type]
+    for stage, peer in enumerate(("ann", "bob")):
+        records.known.append(PeerRecord(peer=peer, run=RUN.id, stage=stage, state="serving", version=8))
+
+    def status(peer: str, header: bytes) -> PeerStatus:
+        stage = ("ann", "bob").index(peer)
+        if (version := reached[stage]) is None:
+            raise PeerGone(peer, "cannot be reached")
+        return PeerStatus(peer=peer, stage=stage, state="serving", device="", version=version, since=0.0)
+
+    def watched(peer: str, header: bytes) -> Watched:
+        told = RunStatus(run=RUN.id, version=8)
+        return Watched(generation=FIRST, version=8, revision=line.calls["watch"], status=told)
+
+    line.answers |= {"watch": watched, "status": status}
+    training = asyncio.create_task(this.run())
+    await asyncio.sleep(SAME_S - 1.0)
+    assert not training.done()
+    await asyncio.sleep(SAME_S)
+    assert training.done() == ends
+    training.cancel()
 
 
 @pytest.mark.parametrize(
