@@ -252,11 +252,13 @@ class StepProtocol:
         to, since = set[PeerId](), 0
         if coordinator == self._me:
             self._lead(now)
-            lately = [p for p, m in self._coordinator.members.items() if now - m.seen_s <= LATELY * REFRESH_S]
-            of_two = len(self._by_turn(self._stage, self._peers.get(self._stage, ()))) == 2
-            if of_two and now - self._away_s < LOST_S and lately == [self._me]:
-                # Perhaps it is not heard, and others go by the other one, which needs its word.
-                to = self._to_tell(self._stage, None, "", 2, now)
+            if now - self._away_s < LOST_S:
+                # Perhaps it is not heard, and others go by the other one, which of two needs its word.
+                members = self._coordinator.members.items()
+                lately = [p for p, m in members if now - m.seen_s <= LATELY * REFRESH_S]
+                of_two = len(self._by_turn(self._stage, self._peers.get(self._stage, ()))) == 2
+                if of_two and lately == [self._me]:
+                    to = self._to_tell(self._stage, None, "", 2, now)
         elif coordinator is not None:
             if not self._backoff.rests(coordinator, now=now):
                 self._followed_s = now
