@@ -245,7 +245,7 @@ def plain_ip(host: str) -> IpAddress:
 
 
 def to_multiaddr(address: str, before: str = "") -> str:
-    """`/ip4/...` as it is; `host:port` as a multiaddr, as `host_part`. Raises SetupError: it is neither."""
+    """`/ip4/...` as it is; `host:port` as a multiaddr, by `host_part`. Raises SetupError: neither; port 0."""
     if address.startswith("/"):
         if address.rstrip("/").endswith("/tcp/0"):
             raise SetupError(f"announced address {address!r} has port 0: name the port that others can dial")
