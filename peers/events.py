@@ -163,12 +163,13 @@ class Killed(Problem, frozen=True):
 
 
 class StepDone(Event, frozen=True):
-    """Step `t` is applied by every stage. A trainer reports the mean loss of the microbatches that it ran."""
+    """Step `t` is applied by every stage."""
 
     t: int
     steps: int
     """Steps of the whole run."""
     loss: float | None
+    """The mean of its M microbatches; None: this trainer ran some of them, and was told no more."""
     tokens_per_s: float
     peers: tuple[int, ...] = ()
     """Peers that serve each stage now."""
@@ -180,7 +181,7 @@ class StepDone(Event, frozen=True):
     def words(self) -> str:
         if self.meeting:
             return f"step {self.t} done, {max(0, self.steps - self.t - 1)} to go: all islands have met"
-        loss = "no loss of its own" if self.loss is None else f"loss {self.loss:.4f}"
+        loss = "its loss was not told" if self.loss is None else f"loss {self.loss:.4f}"
         peers = f", peers per stage {' '.join(map(str, self.peers))}" if self.peers else ""
         done = f"step {self.t} done, {max(0, self.steps - self.t - 1)} to go"
         return f"{done}: {loss}, {self.tokens_per_s:,.0f} tokens/s{peers}"

@@ -512,8 +512,8 @@ class Trainer:
             meets = run.meets_at(t)
             found = [self.losses.pop(Microbatch(t, m), None) for m in range(run.microbatches(t))]
             own = [loss for loss in found if loss is not None]
-            loss = self.step_losses.get(t, mean_of(own) if own else None)
             losses = tuple(own) if len(own) == len(found) else ()
+            loss = self.step_losses.get(t, mean_of(losses) if losses else None)
             self._emit(
                 events.StepDone(
                     t=t, steps=self._last_step, loss=loss, peers=counts, losses=losses,

@@ -145,7 +145,7 @@ def test_words_are_sentences() -> None:
     )
     met = StepDone(t=9, steps=40, loss=None, tokens_per_s=0.0, meeting=True)
     assert met.words() == "step 9 done, 30 to go: all islands have met"
-    assert "no loss of its own" in StepDone(t=9, steps=40, loss=None, tokens_per_s=0.0).words()
+    assert "its loss was not told" in StepDone(t=9, steps=40, loss=None, tokens_per_s=0.0).words()
     assert RoundAborted(stage=1, t=2, why="a part is missing").words() == (
         "stage 1: a reduce of step 2 is void and starts again: a part is missing"
     )

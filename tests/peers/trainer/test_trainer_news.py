@@ -100,6 +100,18 @@ async def test_no_peer_says_the_loss_of_a_step_that_is_to_come() -> None:
     assert [(event.t, event.loss) for event in said] == [(3, 2.0), (4, None)]
 
 
+async def test_what_some_microbatches_come_to_is_not_told_as_the_loss_of_a_step() -> None:
+    """Of two trainers the one that was not told gave the mean of those that it had run."""
+    this, said = trainer(), list[Any]()
+    this._emit = said.append
+    hears(this, 0)
+    for version, ran in ((1, RUN.M - 1), (2, RUN.M)):
+        for m in range(ran):
+            this._answered(Microbatch(version - 1, m), ["p"], WorkDone(loss=1.0, tensors=(), hops=()), 0.1)
+        hears(this, version)
+    assert [(event.loss, len(event.losses)) for event in said] == [(None, 0), (1.0, RUN.M)]
+
+
 async def test_a_trainer_keeps_no_loss_of_a_step_that_is_over() -> None:
     """What was answered after the news of its step was kept for ever, and what each step came to."""
     this: Any = trainer()
