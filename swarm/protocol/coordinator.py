@@ -439,11 +439,13 @@ class RunCoordinator:
         return {stage: said.summary for stage, said in stages if said.summary.generation == at}
 
     def decide(
-        self, losses: dict[int, float], local: Local, believes: Callable[[Commit], bool] = lambda _: True
-    ) -> RunStatus:
+        self, losses: dict[int, float], local: Local, believes: Callable[[Commit], bool] = lambda _: True,
+        by_one: int = 0,
+    ) -> RunStatus:  # fmt: skip
         """What all stages and trainers are told; notes new commits and losses. A stage must be present.
 
-        `believes`: whether what the stages say proves a commit.
+        `believes`: whether what the stages say proves a commit. `by_one`: the version of one stage that is
+        believed though no other has come so far.
 
         What a silent stage lacks is left out: it could not be run again now.
         """
@@ -453,7 +455,7 @@ class RunCoordinator:
         borne_out = (
             version
             for version in versions
-            if version <= local.version
+            if version <= max(local.version, by_one)
             or version - 1 in self._agreed.commits
             or 2 * sum(other >= version for other in versions) >= len(versions)
         )

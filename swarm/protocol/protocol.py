@@ -526,7 +526,10 @@ class StepProtocol:
         told = {t: loss for t, loss in self.run_status.losses if t < self._local.version}
         losses.update(told | losses)  # of steps in which another coordinated the run
         believes = partial(self.believes, generation=self._agreed.generation, is_told=False)
-        status = self._borne_out(run.decide(losses, self._local, believes), now)
+        # A step that strangers took just before those with voice came is one that these do not believe.
+        is_new = self._rotation.late and self._moved_s == -math.inf
+        by_one = self.belief.borne_out() if is_new else 0
+        status = self._borne_out(run.decide(losses, self._local, believes, by_one), now)
         if status == self.run_status or not self.coordinates(0, now=now):
             return
         if status.commits != self.run_status.commits:

@@ -12,11 +12,12 @@ import pytest
 from peers.sim.network import SimSigner
 from swarm.errors import Refused
 from swarm.ids import Generation, PeerId, Position, Stage
-from swarm.manifest import Run
+from swarm.manifest import Run, audit_run
+from swarm.policy.backoff import Backoff
 from swarm.protocol.ledger import Ledger
 from swarm.protocol.messages import Directive, RunStatus, StageSummary, StepDirective
 from swarm.protocol.proofs import Belief, proves, signed_report
-from swarm.protocol.protocol import UNBORNE_S
+from swarm.protocol.protocol import UNBORNE_S, StepProtocol
 from swarm.protocol.replica import ApplyStep, AskAbsent, Fetch, Local, RestoreStage, follow, report_of
 from swarm.protocol.rounds import Commit, FetchResult, Prepared, Proof, StepReport
 from swarm.protocol.voice import Worked, vouch
@@ -365,6 +366,33 @@ def test_of_two_stages_one_that_coordinates_says_not_alone_that_the_run_is_furth
         this.speak(now=NOW + seconds)
     assert (RestoreStage() in this.ready(now=NOW + 9).actions) == borne_out
     assert (this.stuck_s(now=NOW + 9) > 0) == borne_out
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_one_stage_alone_says_how_far_the_run_is_to_those_that_came_just_then(moved: bool) -> None:
+    """Strangers of two of three stages took a step as the first with voice came, which believe none of
+    them; the third had voice, and could not go back.
+    """
+    run = replace(audit_run(stages=3, steps=80, microbatches_per_step=4), admission=RUN.admission)
+    local = Local(generation=GENERATION, version=0, steps={}, commits={})
+    there = dict[Stage, list[PeerRecord]]()
+    for stage, peer in enumerate(("ann", "bob", "cid")):
+        voucher = vouch(SimSigner(TRAINER), run.id, Worked(peer, 40, 0, 40))
+        new = msgspec.structs.replace(record(peer, stage), run=run.id, voucher=voucher, version=stage // 2)
+        there[stage] = [new]
+    this = StepProtocol(run, 0, "ann", 8, local, Backoff(), SimSigner("ann"), since_s=2.0)
+    for seconds in range(60):
+        this.observe(local, there, now=NOW + seconds)
+        if moved:
+            this._moved_s = NOW
+        for stage, peer in ((1, "bob"), (2, "cid")):
+            said = StageSummary(run=run.id, stage=stage, version=stage // 2, members=1, number=seconds)
+            this.summary(peer, said, now=NOW + seconds)
+        this.speak(now=NOW + seconds)
+        if seconds < 10:
+            assert this.run_status.version == 0
+    assert this.run_status.version == (0 if moved else 1)
+    assert (RestoreStage() in this.ready(now=NOW + 60).actions) != moved
 
 
 @pytest.mark.parametrize("proven", [False, True])

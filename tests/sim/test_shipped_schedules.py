@@ -20,6 +20,7 @@ import pytest
 
 from peers.sim import __main__ as program
 from peers.sim.__main__ import main, play, played
+from peers.sim.dice import Dice
 from peers.sim.disks import Disks
 from peers.sim.faults import KINDS, Fault
 from peers.sim.lines import Lines
@@ -308,6 +309,14 @@ def test_a_process_whose_device_dies_as_it_joins_announces_nothing_any_more() ->
 def test_a_stage_of_newcomers_with_voice_learns_from_a_trainer_how_far_the_run_is() -> None:
     """Seed 300475: one stage, whose replica with voice was new, and the one with the weights had none."""
     assert run_schedule(300475).violation == ""
+
+
+@pytest.mark.slow
+def test_stages_that_strangers_led_on_as_the_first_with_voice_came_are_restored() -> None:
+    """Seed 1023, with other latencies: a third stage had taken the step, and no trainer was left to tell."""
+    world = World(1023)
+    world.swarm.network.dice = Dice(1023 * 1000003 + 86)
+    assert world.play().violation == ""
 
 
 @pytest.mark.slow
