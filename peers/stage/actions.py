@@ -26,7 +26,7 @@ from peers.islands.meeting import IslandMeeting
 from peers.ports import Rank
 from peers.stage.all_reduce import AllReduce, RoundAborted, holds
 from peers.stage.coordination import StepCoordination
-from peers.stage.open_step import OpenStep, audit
+from peers.stage.open_step import OpenStep, count_ledgers
 from peers.stage.recovery import Recovery
 from peers.stage.settings import Checkpoints
 from peers.stage.state import StageCore
@@ -192,7 +192,7 @@ class Actions:
                 gave_all = functools.partial(step.give_all, plan.round)
                 reduced, held = await self._all_reduce.run(plan, step.t, *frozen, gave_all, wait)
             if not step.over and step.prepared is None and step.ledger.frozen_for == plan.round:
-                step.audited = counts = audit(plan, m)
+                step.counts = counts = count_ledgers(plan, m)
                 found = {"missing": counts.missing, "duplicated": counts.duplicated}
                 core.emit(events.AddedUp(stage=core.stage, t=step.t, **found))
                 core.contributed.added_up(dict(zip(plan.members, plan.ledgers, strict=True)), step.t)

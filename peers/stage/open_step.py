@@ -107,7 +107,7 @@ class OpenStep(ReplicaStep):
         """`reduced` with those: what the step is taken with."""
         self.commit: Commit | None = None
         """The commit that the step was taken with."""
-        self.audited: LedgerCounts | None = None
+        self.counts: LedgerCounts | None = None
         self.work: dict[str, asyncio.Task[Any]] = {}
         """Running tasks of this step by kind: reduce, fetch, thaw, retract, meeting."""
         self.ending: set[asyncio.Task[Any]] = set()
@@ -192,7 +192,7 @@ class OpenStep(ReplicaStep):
             self.stop(kind)
 
 
-def audit(plan: Plan, microbatches: int) -> LedgerCounts:
+def count_ledgers(plan: Plan, microbatches: int) -> LedgerCounts:
     """Count, from the ledgers of a round, what is missing and what is in twice."""
     union, total = union_of(plan.ledgers), sum(ledger.bit_count() for ledger in plan.ledgers)
     missing = (everything(microbatches) & ~union).bit_count()

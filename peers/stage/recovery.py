@@ -130,7 +130,7 @@ class Recovery:
             reduced, held, commit, source = await fetch_gradient(core, sources, step.t, "")
             if commit is None or not (believes(commit) and proves(commit, self._stage, held)):
                 return False
-            step.audited = None
+            step.counts = None
             await self._tied_weights.hold_fetched(step, reduced, held, limit_s=SHARED_S)
         except (SwarmError, asyncio.TimeoutError):
             return False

@@ -96,7 +96,7 @@ class StageCore:
         self._digest = (-1, "")
         self.trail = OwnTrail()
         self.contributed = LastContributions()
-        self.audit = LedgerCounts()
+        self.ledger_counts = LedgerCounts()
         self.undone = 0
         self.computed = 0
         self.report_trigger = ReportTrigger()
@@ -320,10 +320,10 @@ class StageCore:
         step.keep_result(commit)
         self.commits = {t: known for t, known in self.commits.items() if t > commit.t - COMMITS_KEPT}
         self.commits[commit.t] = commit
-        if step.audited is not None:
-            self.audit = LedgerCounts(
-                steps=self.audit.steps + 1, missing=self.audit.missing + step.audited.missing,
-                duplicated=self.audit.duplicated + step.audited.duplicated, undone=self.undone,
+        if step.counts is not None:
+            self.ledger_counts = LedgerCounts(
+                steps=self.ledger_counts.steps + 1, missing=self.ledger_counts.missing + step.counts.missing,
+                duplicated=self.ledger_counts.duplicated + step.counts.duplicated, undone=self.undone,
             )  # fmt: skip
         await self.open_steps()
         self._hashing = asyncio.get_running_loop().create_task(self.refresh_digest())

@@ -132,7 +132,7 @@ class StageStatus:
             device=self._settings.device_name, done=step.ledger.done.bit_count() if step else 0,
             inflight=microbatches.inflight, max_inflight=microbatches.max_inflight,
             speed=self._speed(), computed=core.computed,
-            coordinator=self._coordination.coordinator(core.stage) or "", audit=core.audit,
+            coordinator=self._coordination.coordinator(core.stage) or "", audit=core.ledger_counts,
             since=self._settings.joined_at, up_s=now_s() - self._settings.started_at,
             eval_loss=eval_loss, eval_version=eval_version, bytes_in=traffic.bytes_in,
             bytes_out=traffic.bytes_out, links=traffic.links, rebalance=self._moving.decided[:MAX_WORDS],

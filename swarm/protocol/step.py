@@ -10,7 +10,7 @@ What belongs to a step, and where it changes:
     ledger.in_progress                the event loop: a microbatch is claimed and released
     sum, kept; ledger.done,           one job of the device that holds the books (`peers.ports.StageDevice`):
       .frozen_for                     of rank STEP, which runs alone, or one that adds a microbatch
-    reduced, shared, whole, audited   the event loop, in the task that reduces or fetches
+    reduced, shared, whole, counts    the event loop, in the task that reduces or fetches
     weights, version                  a job of rank STEP, once the step is TAKEN
 
 Each method of `ReplicaStep` names the module that calls it; `tests/protocol/test_step.py` finds any other.

@@ -302,7 +302,7 @@ class Swarm:
         wrong = {name: row.tolist() for name, row in counts.items() if not (row == self.run.steps).all()}
         assert not wrong, f"{wrong}\n{self.story()}"
         for _, peer in self.live():
-            assert (peer.core.audit.missing, peer.core.audit.duplicated) == (0, 0)
+            assert (peer.core.ledger_counts.missing, peer.core.ledger_counts.duplicated) == (0, 0)
         told = {(e.stage, e.t): (e.missing, e.duplicated) for e in self.seen(AddedUp)}
         assert {(e.stage, e.t) for e in self.seen(Stepped)} <= told.keys(), self.story()
         assert set(told.values()) <= {(0, 0)}

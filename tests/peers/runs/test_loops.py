@@ -730,7 +730,7 @@ async def test_without_the_rounds_check_for_duplicates_the_count_is_wrong(
         with pytest.raises(AssertionError):
             s.assert_each_counted_once()
         assert s.count_matrix()["s1p0"].max() == s.run.steps + 1
-        assert sum(peer.core.audit.duplicated for _, peer in s.live()) > 0, "the audit sees it too"
+        assert sum(peer.core.ledger_counts.duplicated for _, peer in s.live()) > 0, "the counts show it too"
 
 
 async def test_without_the_coordinators_check_alone_members_refuse_and_nothing_is_applied(

@@ -56,7 +56,7 @@ async def test_a_peer_moves_in_the_midst_of_training_and_each_counts_once(one_go
             version, counts = await built.counted(name)
             assert counts == [version] * run.M
         for _, peer in built.live():
-            assert (peer.core.audit.missing, peer.core.audit.duplicated) == (0, 0)
+            assert (peer.core.ledger_counts.missing, peer.core.ledger_counts.duplicated) == (0, 0)
 
 
 @pytest.mark.asyncio
