@@ -2,8 +2,7 @@
 
 A butterfly: each replica owns a part of the flat gradient, and the *answer* to a contribution is the reduced
 part: a replica has either every part or no result. The owner adds contributions in the order of the replicas'
-ids, so all end with identical bits.
-Nothing changes the replicas' own sums, so an aborted round costs only its time.
+ids, so all end with identical bits. No replica's own sum changes: an aborted round costs only its time.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class MicrobatchServer:
         neighbours: has some of what they send and answer computed again; None: nothing.
         max_inflight: microbatches that are taken at once.
         left_out: replicas of this stage that take part in nothing for now.
-        upload_bps: as its owner limits it; 0: not at all.
+        upload_bps: bits a second, as its owner limits it; 0: no limit.
     """
 
     def __init__(

@@ -1,13 +1,12 @@
 """A stage peer: serve, accumulate, average, step.
 
-    joins        takes the state of its stage from a replica, or starts at version 0: `.joining`
+    joins        takes the state of its stage from replicas or a checkpoint, or version 0: `.joining`
     serves       microbatches (`.microbatches`) and states (`peers.transfer.server`)
     reports      its ledger (`.coordination`), and does what the protocol says (`.actions`)
     moves        to a stage that needs it more: `.moving`
     leaves       finishes what is in flight, waits for the steps that its sums are part of, withdraws
 
-Here is the order of these things, and their end. Knows ports only: the same class runs over libp2p and in
-memory.
+Knows ports only: the same class runs over libp2p and in memory.
 """
 
 from __future__ import annotations
@@ -169,6 +168,7 @@ class StagePeer:
         Cancelled, it waits for no job of the device.
 
         Raises:
+            SetupError: the run diverged, or the device failed.
             DeviceHangs: what it leaves behind is lost to this process.
         """
         core = self.core
@@ -356,7 +356,7 @@ class StagePeer:
             if device.abandoned or not self.paused:
                 await self._directory.withdraw()
             core.close()
-            if not device.abandoned and (self.paused or self.moving_to is not None):
+            if not device.abandoned and self._returns:
                 core.free()
 
     async def _end_device(self, *, keep: bool) -> None:

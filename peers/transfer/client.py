@@ -167,12 +167,12 @@ class Partial:
             self._tensors = {name: torch.empty_like(t, device="cpu") for name, t in vectors.items()}
             self.chunks = chunks_of(self._tensors)
 
-    def has(self, index: int, sha256: bytes) -> bool:
-        return self._have.get(index) == sha256
+    def has(self, index: int, digest: bytes) -> bool:
+        return self._have.get(index) == digest
 
-    def keep(self, index: int, sha256: bytes, chunk: torch.Tensor) -> None:
+    def keep(self, index: int, digest: bytes, chunk: torch.Tensor) -> None:
         self.chunks[index].copy_(chunk)
-        self._have[index] = sha256
+        self._have[index] = digest
 
     def of(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors themselves, in the shapes and the order of `like`."""
@@ -214,7 +214,7 @@ def believed(offers: Sequence[Offer], voice: Mapping[PeerId, int]) -> list[Offer
 
 
 def agreed(group: Sequence[Offer], voice: Mapping[PeerId, int]) -> Opened:
-    """What a group says of its state, where that is no matter of hashes: the generation and the last go.
+    """What a group says of its state, where that is no matter of hashes: the generation and the last commit.
 
     What has the most voice; of several the earlier generation, since a later one is soon told by a directive.
     """
@@ -460,9 +460,8 @@ class _Pull:
 
     def __init__(self, of: _Downloading, hashes: Sequence[bytes]) -> None:
         self._of, self._hashes, self._partial = of, hashes, of.partial
-        missing = [index for index, sha256 in enumerate(hashes) if not of.partial.has(index, sha256)]
-        self._queue = deque(missing)
-        self._missing = set(missing)
+        self._queue = deque(index for index, digest in enumerate(hashes) if not of.partial.has(index, digest))
+        self._missing = set(self._queue)
         self._flying: dict[int, dict[PeerId, float]] = {}
         """The sources that were asked for it, and since when."""
         self._slowest_s: dict[PeerId, float] = {}
@@ -470,11 +469,11 @@ class _Pull:
         self._changed = asyncio.Event()
         self.active: set[PeerId] = set()
         self.complete = asyncio.Event()
-        if not missing:
+        if not self._missing:
             self.complete.set()
         self._total_bytes = sum(chunk.nbytes for chunk in of.partial.chunks)
         self._chunk_bytes = max((chunk.nbytes for chunk in of.partial.chunks), default=0)
-        self._here_bytes = self._total_bytes - sum(of.partial.chunks[index].nbytes for index in missing)
+        self._here_bytes = self._total_bytes - sum(of.partial.chunks[index].nbytes for index in self._missing)
 
     def tell(self) -> None:
         self._of.progress(self._here_bytes, self._total_bytes, len(self.active))

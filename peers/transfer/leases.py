@@ -34,11 +34,11 @@ LEASE_S = 60.0
 """A lease that no peer read for so long is dropped; sooner if another is wanted and no live peer reads it."""
 QUIET_S = 10.0
 """A reader that asked for nothing for this long is taken for dead while others wait ..."""
-NO_PLACE = "others are downloading from this peer"
-REST_S = 30.0
-"""A reader that lost its place because it was slow gets no other for so long."""
 SLOW_TIMES = 3.0
 """... unless it was always slow: then this many times the longest pause that it made."""
+REST_S = 30.0
+"""A reader that lost its place because it was slow gets no other for so long."""
+NO_PLACE = "others are downloading from this peer"
 MAX_READERS = 4096
 """That are known of a lease, which a keeper has for as long as its file; who is forgotten is a new one."""
 

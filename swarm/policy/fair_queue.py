@@ -39,6 +39,7 @@ MUCH_LATER_S = 1.0
 """Added to three times what microbatches take by way of the fastest peer of a stage. What they take longer by
 way of another counts as its work. In 20 steps what is left takes less than the 30 s that one may cost."""
 Teller: TypeAlias = tuple[PeerId, ...]
+"""The peers by which an answer came: what they say of it is counted as one word."""
 BELIEVED = 2.0
 """A peer may say that it is so much faster than it has shown to be while microbatches waited there, and may
 have them wait for so much longer than the others of its stage do."""
@@ -68,11 +69,11 @@ class Candidate:
     last_works_s: deque[tuple[Teller, float]] = field(default_factory=lambda: deque(maxlen=TOLD))
     last_tooks_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=REMEMBERED))
     least_s: float = float("inf")
-    """Of the last five microbatches, with all stages: not each time is one of the others late."""
+    """The shortest of `last_tooks_s`, all stages included: in one of them no other stage was late."""
     quickest_s: float = float("inf")
-    """Of all, about."""
+    """The shortest of all that it took, which grows a little with time: `LONGER`."""
     wait_s: float = float("inf")
-    """How much longer they take now; infinity: not known yet."""
+    """How much longer its microbatches take now; infinity: not known yet."""
     answered_at: float = float("-inf")
     last_gaps_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=REMEMBERED))
     """Between its answers, while microbatches waited for it and not for others; 0: none did."""

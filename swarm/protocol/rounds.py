@@ -38,18 +38,18 @@ PROOFS = 2
 """Replicas whose word a stage's norm needs, if there are as many."""
 
 MAX_MEMBERS = 256
-"""Of a larger round nobody is that only listens: what all members signed is told in one header, of 344."""
+"""A larger round has no member that only listens: one header tells what at most 344 members signed."""
 
 FINISHES_LEAST_S = 1.0
-
+"""A replica goes on with its own reduce for at least so long: `finishes_until_s`."""
 MAX_UPLOAD_BPS = 1e15
 """One that says more has made it up: of some such no sum is a number."""
 ALIKE = 2.0
 """Uploads within this factor of the median count as equal. On three equal lines of 8 Mbit/s steps took 15 %
 longer while each replica's part followed its measurement."""
 
-
 Content: TypeAlias = tuple[str, float, str]
+"""Round, squared norm and digest of a result: what replicas compare."""
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -185,8 +185,8 @@ def decide(
 
     `current` is the plan published last, kept as long as it still fits the reports. `bandwidths_bps`: the
     replicas' uploads, as far as they are measured. `voice`: whose word counts that it has the result; a
-    replica without voice is not waited for, and owns no part. `owners`: in a new plan, if one
-    of them is heard.
+    replica without voice is not waited for, and owns no part. `owners`: those that own parts of a new plan,
+    if one of them is heard.
     """
     reports = dict(sorted(reports.items()))
     held = held_by_word(reports, voice)

@@ -1,8 +1,8 @@
 """One step at one replica: its states, and which thread may change what. Pure.
 
-    OPEN → FROZEN → REDUCING → COMPLETING → PREPARED → TAKEN
-             ⇄ OPEN   (a round is aborted: the sum opens again)
-    any but the last two → ABORTED
+    OPEN → FROZEN → REDUCING → COMPLETING → PREPARED → TAKEN     any but TAKEN → ABORTED
+    FROZEN → COMPLETING                   with the result that another replica has
+    REDUCING, COMPLETING → FROZEN → OPEN  a round is given up, and the sum opens again
 
 What belongs to a step, and where it changes:
 
@@ -13,7 +13,7 @@ What belongs to a step, and where it changes:
     reduced, shared, whole, counts    the event loop, in the task that reduces or fetches
     weights, version                  a job of rank STEP, once the step is TAKEN
 
-Each method of `ReplicaStep` names the module that calls it; `tests/protocol/test_step.py` finds any other.
+Above the methods of `ReplicaStep` is the module that calls them; `tests/protocol/test_step.py` finds others.
 The ledger is frozen after the state (a step is FROZEN before its ledger is), and opens before it.
 """
 
