@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import doctest
 import itertools
 import json
 import os
@@ -460,6 +461,11 @@ def test_a_walk_has_at_most_six_files_and_all_are_there(heading: str) -> None:
 
 def test_there_are_five_questions_and_three_walks() -> None:
     assert len(walks()) == 8
+
+
+def test_the_decisions_of_the_architecture_are_as_it_shows_them() -> None:
+    failed, tried = doctest.testfile(str(ROOT / "docs" / "architecture.md"), module_relative=False)
+    assert tried > 8 and not failed
 
 
 # --- the papers of the house ---
