@@ -20,6 +20,7 @@ from peers.events import Emit, Paused, Trouble
 from peers.islands.directory import own_directory
 from peers.owner.commands import NO_ROOM, Owner
 from peers.ports import Answer, Directory, Request, Transport
+from peers.stage.open_step import OpenStep
 from peers.stage.server import StagePeer
 from peers.stage.settings import StageSettings
 from peers.stage.status import ANNOUNCE_S
@@ -161,6 +162,8 @@ class PeerLife:
     """Of the device's jobs in all its stages: a slow one that resumes is not taken for hung."""
     _upload_bps: float = 0.0
     """As its reduces measured it: a peer that resumes or moves asks again whether it is slow."""
+    _met: OpenStep | None = None
+    """The stage's last meeting: other islands may still need what this one has changed."""
 
     async def run(self) -> None:
         """Return when the owner had it leave.
@@ -211,7 +214,7 @@ class PeerLife:
             self._stay_paused(f"stage {self.stage} does not fit on {self.device} now: {error}")
             return True
         if peer.moving_to is not None:
-            self.stage, self._resumes = peer.moving_to, False
+            self.stage, self._resumes, self._met = peer.moving_to, False, None
             return True
         if peer.paused:
             self._kept, self._alone, self._spare, self._resumes = peer.kept, peer.alone, peer.spare, True
@@ -222,6 +225,7 @@ class PeerLife:
     async def _run(self, peer: StagePeer) -> None:
         device, reduces = peer.core.device, peer.all_reduce
         device.longest_s, reduces.bandwidth_bps = self._longest_s, self._upload_bps
+        peer.core.met = self._met
         self.owner.serves(peer)
         try:
             await peer.run()
@@ -231,6 +235,7 @@ class PeerLife:
         finally:
             self.owner.serves(None)
             self._longest_s, self._upload_bps = device.longest_s, reduces.bandwidth_bps
+            self._met = peer.core.met
 
     def _stay_paused(self, why: str) -> None:
         # Another program has the memory now. What this peer has done so far is not lost for that.

@@ -203,7 +203,7 @@ class StageCore:
     def free(self) -> None:
         """After `close`: free all memory of the device."""
         self.steps.clear()
-        self.applied = self.met = None
+        self.applied = None
         self.opened = lambda step: None
         self.compute.free()
 
@@ -312,11 +312,11 @@ class StageCore:
         step.close(taken=True)
         await step.stopped()
         await self.audits.ended(AUDITS_S)
+        self.met = step if self.run.meets_at(commit.t) else self.met  # a pause may end this task
         await self._overwrite(commit.t, self.compute.apply, commit.t, step.whole, commit.total_sqnorm)
         self.taken_at.append((self.version, now_s()))
         self.trail.took(commit.t, step.prepared.digest, commit.total_sqnorm)
         self.applied = step
-        self.met = step if self.run.meets_at(commit.t) else self.met
         step.keep_result(commit)
         self.commits = {t: known for t, known in self.commits.items() if t > commit.t - COMMITS_KEPT}
         self.commits[commit.t] = commit

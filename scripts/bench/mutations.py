@@ -10010,4 +10010,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "One of two trainers says another loss of the last step than the run has.",
         ("test_trainer_news",),
     ),
+    Mutation(
+        "forget-a-meeting-by-a-pause",
+        "peers/stage/pause.py",
+        "peer.core.met = self._met",
+        "pass",
+        "Islands that come to a meeting later wait for ever for one whose owner wanted the device meanwhile.",
+        ("test_false_changes",),
+    ),
 )

@@ -182,6 +182,21 @@ async def test_among_friends_what_one_island_alone_says_a_meeting_left_is_taken(
         assert_bits(s, trained_alone(run, batch))
 
 
+async def test_what_an_island_has_changed_is_given_out_after_a_pause_as_well() -> None:
+    """The others had not got it before: they waited for it for ever, as it is one that alone is past."""
+    run = lone_cells()
+    async with swarm(run, replicas=1, batches=Text(batch)) as s:
+        await s.until_serving()
+        give_nothing(s)
+        train(s)
+        await s.until(lambda: s.peers[LIAR].core.version > FIRST_MEETING)
+        s.owners[LIAR].pause("by hand", "swarm pause")
+        await s.until(lambda: s.owners[LIAR].doing == "paused")
+        s.owners[LIAR].resume()
+        await s.until_finished(limit_s=60.0)
+        assert_bits(s, trained_alone(run, batch))
+
+
 async def says_it_is_past(s: Swarm, cell: int) -> None:
     name = f"stranger {cell}"
     directory = s.network.peers[name].directory if name in s.network.peers else s.network.join(name).directory
