@@ -56,7 +56,7 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...] = ()
     """libp2p multiaddresses to dial it at."""
     since: float = 0.0
-    """Unix time at which it joined, by its own clock; 0 = not said. The first to join coordinates."""
+    """Unix time at which it joined, by its own clock; 0 = not said. Without voice the first coordinates."""
     spare: bool = False
     """It is paused because a step takes longer with it; see `swarm.policy.spares`."""
     voucher: Voucher | None = None

@@ -82,7 +82,7 @@ class OpenStep(ReplicaStep):
         self.kept: dict[int, KeptMicrobatch] = {}
         """Where answers are audited it goes with the next step that is taken, else with this one."""
         self.given: dict[int, KeptMicrobatch] = {}
-        """Of the last round of which it said its products: it is audited by these, whatever came since."""
+        """What its sum held when it last told its products: it is audited by that, whatever came since."""
         self.sent_on: dict[tuple[int, Digest], KeptMicrobatch] = {}
         """Where answers are audited, by what went in: that of those that were sent on, answered or not; of
         those that were answered and do not count, all. The latest two for each microbatch of the step."""
@@ -95,8 +95,8 @@ class OpenStep(ReplicaStep):
         """The stage's summed gradient with each microbatch in it once, flat."""
         self.reduced_there = asyncio.Event()
         self.shared: dict[Stage, torch.Tensor] = {}
-        """Of weights that other stages hold as well: what those found. At a meeting what islands have
-        changed, by their numbers, and counted on from there the sums of parts."""
+        """By stage: what others found of the weights that they hold as well. At a meeting by island what it
+        has changed, and behind the last island by part what all have."""
         self.doubted = False
         """A liar was convicted since: other stages may find something else of those weights by now."""
         self.getting: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)

@@ -73,9 +73,8 @@ class Recovery:
             if begins:  # each by itself: what one alone gives it may have made up
                 return await self.enter(goal.generation)
             replicas = await self._borne_out(directive, replicas)
-        if await self.follow(dict.fromkeys(replicas, goal)):
-            return True
-        return begins and await self.enter(goal.generation)
+        followed = await self.follow(dict.fromkeys(replicas, goal))
+        return followed or (begins and await self.enter(goal.generation))
 
     async def _borne_out(self, directive: Directive, sources: Sequence[PeerId]) -> list[PeerId]:
         """The replicas that have what a directive says, if it is to be followed: `bearers`."""
@@ -181,11 +180,10 @@ class Recovery:
         if generation is None and commit is not None and self._coordination.believes(commit):
             core.remember(commit)
         source, size = next(iter(found.sources), ""), sum(t.nbytes for t in found.tensors.values())
-        fetched = events.StateFetched(
+        self._emit(events.StateFetched(
             stage=self._stage, version=loaded, source=source, sources=len(found.sources), bytes=size,
             seconds=now_s() - began,
-        )  # fmt: skip
-        self._emit(fetched)
+        ))  # fmt: skip
         return True
 
     # -- when the whole stage was lost ------------------------------------------------------------

@@ -49,7 +49,7 @@ class Found(NamedTuple):
     sources: dict[Stage, dict[int, list[PeerId]]]
     """The peers that have it, keepers first, since they have nothing else to do."""
     signed: dict[Stage, dict[int, list[Word]]]
-    """What peers with voice signed of it, all the same digest: what has another is something else."""
+    """What peers with voice signed of it, all for one digest: a state with another is not that version."""
 
 
 def is_keeper(record: PeerRecord) -> bool:
@@ -124,7 +124,7 @@ def signed_states(run: Run, signer: Signer, words: Iterable[Word]) -> dict[int, 
 
 @lru_cache(8192)  # keepers show the same again and again
 def voice_behind(word: Word, run: Run, signer: Signer) -> int:
-    """With how much voice a peer signed what all of a state is, as the step left it that made it; 0: none."""
+    """How much voice its peer has for a word on a whole state, as the step that made it left it; 0: none."""
     (took, by), run = word, run.island(0)
     voice = voice_of(by.peer, by.voucher, run, signer, version=took.end)
     voice = max(voice, FOUNDERS_VOICE * (by.peer in run.admission.founders))

@@ -90,14 +90,11 @@ def shown(stage: Stage, version: int, emit: Emit) -> Progress:
     """Says every `SHOW_S` how far a download is, and its end if it took that long."""
     shown_at = began = now_s()
 
-    def progress(done: int, total: int, sources: int) -> None:
+    def progress(done: int, total: int, peers: int) -> None:
         nonlocal shown_at
         if now_s() - shown_at > SHOW_S or (done == total and shown_at > began):
             shown_at = now_s()
-            said = Downloading(
-                stage=stage, version=version, done_bytes=done, total_bytes=total, sources=sources
-            )
-            emit(said)
+            emit(Downloading(stage=stage, version=version, done_bytes=done, total_bytes=total, sources=peers))
 
     return progress
 

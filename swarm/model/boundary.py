@@ -41,6 +41,8 @@ class Computed(NamedTuple):
 
 
 class Boundary:
+    """Both sides of a stage, as `StageFunction` names them: what comes is decoded, what goes is encoded."""
+
     def __init__(self, run: Run, stage: Stage, function: StageFunction, device: torch.device) -> None:
         self._run, self._stage, self._function, self._device = run, stage, function, device
         self.answers = any(what.graded for what in function.takes)

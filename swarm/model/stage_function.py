@@ -32,6 +32,8 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StageFunction:
+    """One stage's forward, as a function of its weights, its inputs and the name of the microbatch."""
+
     takes: tuple[StageInput, ...]
     gives: tuple[StageInput, ...]
     """The inputs of the next stage; empty at the last one, which has a loss."""

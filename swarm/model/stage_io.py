@@ -15,6 +15,8 @@ from swarm.wire.tensor_meta import TensorMeta, buffer_sizes
 
 
 class StageInput(NamedTuple):
+    """A tensor that a stage is sent, and what its numbers may be."""
+
     name: str
     shape: tuple[int, ...]
     dtype: str

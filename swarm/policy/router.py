@@ -17,6 +17,8 @@ PACE_OF = 64
 """Answers in the measured pace."""
 PACE_FROM = 16
 """With fewer answers the pace is unknown."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 30.0, 600.0
+"""How long no unknown peer is tried after one that did not answer: at first, and at most."""
 
 
 class NoPeerForStage(Exception):
@@ -26,10 +28,6 @@ class NoPeerForStage(Exception):
         known = "all of them are in backoff" if retry_at != float("inf") else "none is announced"
         super().__init__(f"no peer for stage {stage}: {known}")
         self.stage, self.retry_at = stage, retry_at
-
-
-FIRST_PAUSE_S = 30.0
-MAX_PAUSE_S = 600.0
 
 
 class Trials:

@@ -9,7 +9,7 @@ A codec is deterministic and has no memory: the same tensor gives the same bytes
     hadamard4    4 bits a number after a rotation of blocks of 256, see `swarm.wire.hadamard`. 7.75 times
                  smaller than float32.
     topk:R       the part R of each row that is largest, with its places: see `swarm.wire.topk`. The values as
-                 they are, or as bf16 or blockwise8 has them (`topk:R+blockwise8`), in the order of their
+                 they are, or as one of the others has them (`topk:R+blockwise8`), in the order of their
                  places. topk:0.05+blockwise8 is 44 times smaller than float32: 1.8 bytes a value, of them
                  0.8 its place.
 
