@@ -1,4 +1,4 @@
-"""The threads of a CPU, or the one of a GPU, that compute for a stage, and the queue of their jobs."""
+"""The threads that compute for a stage, on a CPU or a GPU, and the queue of their jobs."""
 
 from __future__ import annotations
 
