@@ -149,7 +149,7 @@ def test_one_of_several_says_not_alone_where_the_run_is() -> None:
     assert furthest([]) == Position()
 
 
-def test_the_last_with_a_version_stays_while_a_mate_has_yet_to_get_it() -> None:
+def test_the_last_with_a_version_stays_while_a_replica_has_yet_to_get_it() -> None:
     mine = Position(Generation(1, 2), 8)
     assert not may_leave(mine, [Position(Generation(1, 2), 7), Position(Generation(), 9)])
     assert may_leave(mine, [Position(Generation(1, 2), 7), mine])

@@ -91,7 +91,7 @@ A, B, C = MemberStep("a", 0b000011), MemberStep("b", 0b001100), MemberStep("c", 
 # --- decide -------------------------------------------------------------------------------------------------
 
 
-def test_a_member_goes_on_with_its_reduce_for_as_long_again_as_it_took_until_a_mate_had_ended() -> None:
+def test_a_member_goes_on_with_its_reduce_for_as_long_again_as_it_took_until_a_replica_had_ended() -> None:
     assert finishes_until_s(began_s=10.0, told_s=14.0) == 18.0
     assert finishes_until_s(began_s=10.0, told_s=10.1) == 11.1  # a directive comes once a second
     assert finishes_until_s(0.0, 0.0) == FINISHES_LEAST_S
@@ -449,7 +449,7 @@ def test_the_step_is_taken_when_all_stages_are_ready() -> None:
     assert decide_commit(7, 3, summaries, {}) == Commit(7, 1.0 + 0.1 + 0.01)
 
 
-def test_the_norms_are_rounded_once_so_that_every_conductor_gets_the_same_bits() -> None:
+def test_the_norms_are_rounded_once_so_that_every_run_coordinator_gets_the_same_bits() -> None:
     norms = [1e16, 1.0, -1e16, 3.0]
     some = {s: summary(sqnorm=norm) for s, norm in enumerate(norms)}
     other = dict(reversed(some.items()))
@@ -461,7 +461,7 @@ def test_the_step_is_not_taken_while_a_stage_has_not_spoken_or_is_not_ready() ->
     assert decide_commit(7, 2, {0: summary(), 1: summary(ready=False)}, {}) is None
 
 
-def test_the_go_of_an_earlier_conductor_holds() -> None:
+def test_the_commit_of_an_earlier_run_coordinator_holds() -> None:
     earlier = Commit(7, 42.0)
     assert decide_commit(7, 2, {}, {7: earlier}) is earlier
     assert decide_commit(7, 1, {0: summary()}, {6: Commit(6, 1.0)}) == Commit(7, 1.0)

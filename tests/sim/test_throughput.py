@@ -157,7 +157,7 @@ def test_a_reduce_sends_every_part_but_its_own_twice() -> None:
     assert SharedLines(net).reduce_s([2], 8e6, 8e6) == 0.0
 
 
-def test_a_step_ends_when_the_slowest_stage_has_reduced_and_the_conductor_was_heard() -> None:
+def test_a_step_ends_when_the_slowest_stage_has_reduced_and_the_run_coordinator_was_heard() -> None:
     plain, reducing = (
         mean_step_s(simulate(
             network(2, latency_s=0.05, upload_bps=8e6), job(1, 10, gradient=gradient), [0, 0], end_s=300.0,

@@ -148,7 +148,9 @@ async def test_a_member_with_an_endless_upload_does_not_end_the_coordinator() ->
         {"commits": (Commit(t=10**9, total_sqnorm=1.0),)},
     ],
 )
-async def test_an_impossible_summary_is_refused_and_the_conductor_goes_on(lie: dict[str, object]) -> None:
+async def test_an_impossible_summary_is_refused_and_the_run_coordinator_goes_on(
+    lie: dict[str, object],
+) -> None:
     async with swarm(stages=2) as s:
         await s.until_serving()
         liar = await member(s, 1)
@@ -159,7 +161,7 @@ async def test_an_impossible_summary_is_refused_and_the_conductor_goes_on(lie: d
 
 
 @pytest.mark.parametrize("by", ["report", "summary"])
-async def test_a_go_for_a_step_that_nobody_can_have_prepared_is_forgotten(by: str) -> None:
+async def test_a_commit_for_a_step_that_nobody_can_have_prepared_is_forgotten(by: str) -> None:
     """It would hide every true one that comes after, for good, and travel from peer to peer."""
     run = audit_run(stages=2, steps=3, microbatches_per_step=8)
     async with swarm(run) as s:
@@ -233,7 +235,7 @@ async def test_a_generation_of_a_stage_that_there_is_not_is_entered_by_no_peer()
         assert {peer.core.generation for peer in s.peers.values()} == {Generation()}
 
 
-async def test_a_stage_that_claims_to_be_far_ahead_does_not_stop_the_conductor() -> None:
+async def test_a_stage_that_claims_to_be_far_ahead_does_not_stop_the_run_coordinator() -> None:
     """It looks at the steps that are open, not at all between its own and the one that is claimed."""
     run = audit_run(stages=2, steps=10**9, microbatches_per_step=8)
     async with swarm(run) as s:

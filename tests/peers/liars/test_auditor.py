@@ -255,7 +255,7 @@ async def test_a_crowd_of_strangers_does_not_keep_an_auditor_from_those_that_tak
         assert auditor.audited >= 2 and not auditor.found
 
 
-async def test_of_what_a_replica_signed_its_mates_tell_and_cannot_tell_anything_else() -> None:
+async def test_of_what_a_replica_signed_the_others_tell_and_cannot_tell_anything_else() -> None:
     """The replica itself might show an auditor another signature than the round had."""
     run = run_of(steps=3)
     async with swarm(run, replicas=(1, 3, 1)) as s:

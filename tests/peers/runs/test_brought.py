@@ -170,7 +170,7 @@ async def test_a_member_that_missed_a_step_takes_what_is_shared_from_who_has_it(
 
 
 @pytest.mark.slow
-async def test_who_reaches_nobody_of_the_other_stage_takes_what_a_mate_was_told() -> None:
+async def test_who_reaches_nobody_of_the_other_stage_takes_what_a_replica_was_told() -> None:
     run = gpt2_run()
     data = Text(run)
     async with swarm(run, batches=data) as built:

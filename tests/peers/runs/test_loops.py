@@ -245,7 +245,7 @@ async def test_a_coordinator_that_dies_is_followed_by_the_next() -> None:
 
 
 @pytest.mark.slow
-async def test_a_conductor_that_dies_with_the_go_is_followed_by_one_that_says_the_same(
+async def test_a_run_coordinator_that_dies_with_the_commit_is_followed_by_one_that_says_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     commits: list[rounds.Commit] = []
@@ -266,7 +266,7 @@ async def test_a_conductor_that_dies_with_the_go_is_followed_by_one_that_says_th
         assert "s0p0" not in dict(s.live())
 
 
-async def test_a_conductor_that_dies_after_telling_one_stage_is_followed_to_the_same_step() -> None:
+async def test_a_run_coordinator_that_dies_after_telling_one_stage_is_followed_to_the_same_step() -> None:
     async with swarm(stages=4) as s:
         s.add_trainer("trainer")
         await s.until(lambda: any(p.core.version >= 1 for n, p in s.live() if p.stage > 0))
@@ -387,7 +387,7 @@ async def test_a_reduce_that_fails_anywhere_is_void_and_starts_again(
 
 
 @pytest.mark.parametrize(("late_s", "fetches"), [(0.5, False), (10.0, True)])
-async def test_who_is_about_to_end_its_own_reduce_takes_no_result_from_a_mate(
+async def test_who_is_about_to_end_its_own_reduce_takes_no_result_from_a_replica(
     late_s: float, fetches: bool
 ) -> None:
     assert 0.5 < FINISHES_LEAST_S < 10.0
@@ -464,7 +464,7 @@ async def test_a_peer_that_hangs_at_any_point_is_left_out_and_catches_up_when_it
         await finishes(s)
 
 
-async def test_a_coordinator_and_a_conductor_that_hang_are_left_out() -> None:
+async def test_a_coordinator_and_a_run_coordinator_that_hang_are_left_out() -> None:
     async with swarm(replicas=3) as s:
         s.add_trainer("trainer")
         await s.until_version(1)
@@ -493,7 +493,7 @@ async def test_coordinators_of_all_stages_that_hang_at_once_believe_those_who_we
 
 
 @pytest.mark.parametrize("number", some([0, 1, 2], quick=[0]))
-async def test_a_joiner_takes_the_state_of_a_mate_and_then_takes_part(
+async def test_a_joiner_takes_the_state_of_a_replica_and_then_takes_part(
     number: int, small_chunks: None
 ) -> None:
     run = audit_run(stages=3, steps=6, microbatches_per_step=8)

@@ -324,7 +324,7 @@ async def test_a_plan_with_an_impossible_ledger_is_said_and_changes_nothing() ->
         ({"commits": (Commit(t=0, total_sqnorm=-1.0),)}, "an impossible squared norm, -1.0"),
     ],
 )
-async def test_a_summary_that_cannot_be_true_is_refused_and_the_conductor_lives(
+async def test_a_summary_that_cannot_be_true_is_refused_and_the_run_coordinator_lives(
     changes: dict[str, Any], text: str
 ) -> None:
     async with swarm(RUN, replicas=1) as s:
@@ -342,7 +342,7 @@ async def test_only_announced_members_may_speak_for_a_stage() -> None:
         assert await refusal(s.add_stranger(), "s0p0", "summary", summary()) == text
 
 
-async def test_news_of_the_run_are_taken_from_the_conductor_only() -> None:
+async def test_news_of_the_run_are_taken_from_the_run_coordinator_only() -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
         await s.until(lambda: s.peers["s1p0"].coordination.run_status.run_coordinator == "s0p0")
@@ -492,7 +492,7 @@ async def test_strangers_cannot_make_a_peer_ask_the_directory_for_ever() -> None
         assert asked == [{1}]
 
 
-async def test_a_peer_watches_its_stage_and_those_beside_it_and_who_coordinates_the_conductors() -> None:
+async def test_a_peer_watches_its_stage_and_those_beside_it_and_a_coordinator_stage_0() -> None:
     run = audit_run(stages=3, steps=3, microbatches_per_step=4)
     async with swarm(run) as s:
         await s.until_serving()

@@ -98,7 +98,7 @@ async def test_the_last_member_stays_though_records_speak_of_others(monkeypatch:
 
 
 @pytest.mark.asyncio
-async def test_who_goes_too_is_no_mate_to_rely_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_goes_too_is_no_replica_to_rely_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two are sent off, and the one who was to stay died a moment ago: both stay (I6)."""
 
     def rule(records: Iterable[PeerRecord], **_: object) -> Moves:

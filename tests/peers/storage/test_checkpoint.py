@@ -464,7 +464,7 @@ def test_a_forged_file_with_a_matching_digest_is_refused(
         Checkpoint(tmp_path, RUN, 0, 1).load()
 
 
-def test_a_mate_that_prunes_the_same_folder_at_the_same_moment_is_no_trouble(
+def test_a_replica_that_prunes_the_same_folder_at_the_same_moment_is_no_trouble(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ended the thread that writes checkpoints, for good: a folder was gone when it was looked into."""

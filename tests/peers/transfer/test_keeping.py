@@ -379,7 +379,7 @@ def claims(*versions: int, stage: int = 1) -> Callable[[Answer], Answer]:
         (claims(4, stage=0), "not believed: peer s1p0: serves stage 1 and offers checkpoints of 0"),
     ],
 )
-async def test_what_cannot_be_is_not_believed_and_the_honest_mate_is_asked(
+async def test_what_cannot_be_is_not_believed_and_the_honest_replica_is_asked(
     tmp_path: Path, lie: Callable[[Answer], Answer], words: str
 ) -> None:
     async with swarm(RUN, replicas=2) as s:
