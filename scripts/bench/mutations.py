@@ -2162,7 +2162,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "believe-what-a-late-peer-says",
         QUEUE,
-        "if took_s and len(candidate.last_tooks_s) == REMEMBERED:",
+        "if took_s and len(candidate.last_times_s) == REMEMBERED:",
         "if False:",
         "A peer that answers late, and says that others do, is waited for in each step.",
         ("test_limits",),
@@ -2170,8 +2170,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "blame-all-on-a-route",
         QUEUE,
-        "candidate.least_s = min(candidate.last_tooks_s)",
-        "candidate.least_s = candidate.last_tooks_s[-1]",
+        "candidate.least_s = min(candidate.last_times_s)",
+        "candidate.least_s = candidate.last_times_s[-1]",
         "An honest peer gets no work since one behind it was late.",
         ("test_limits",),
     ),
@@ -9024,7 +9024,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-that-is-slow-itself-has-no-more-time",
         "swarm/policy/timeouts.py",
-        "3 * max((self._usual.typical_s, *self._router.tooks_s(self._stage, peer)))",
+        "3 * max((self._usual.typical_s, *self._router.times_s(self._stage, peer)))",
         "3 * self._usual.typical_s",
         "An honest peer that is four times slower than others fails in each second call once it has failed.",
     ),

@@ -67,9 +67,9 @@ class Candidate:
     work_s: float = DEFAULT_WORK_S
     """Median time of its device, without waits: those of a busy hour differ by where in a queue one was."""
     last_works_s: deque[tuple[Teller, float]] = field(default_factory=lambda: deque(maxlen=TOLD))
-    last_tooks_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=REMEMBERED))
+    last_times_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=REMEMBERED))
     least_s: float = float("inf")
-    """The shortest of `last_tooks_s`, all stages included: in one of them no other stage was late."""
+    """The shortest of `last_times_s`, all stages included: in one of them no other stage was late."""
     quickest_s: float = float("inf")
     """The shortest of all that it took, which grows a little with time: `LONGER`."""
     wait_s: float = float("inf")
@@ -108,9 +108,9 @@ class Candidate:
         stage, which then waits for it and for no other, and ends as fast as it can in truth.
         """
         self.quickest_s = min(self.least_s, self.quickest_s + LONGER * gap_s)
-        self.wait_s = median_high(self.last_tooks_s) - self.quickest_s
+        self.wait_s = median_high(self.last_times_s) - self.quickest_s
         if others_s < math.inf:
-            wait_s = min(self.wait_s, self.last_tooks_s[-1] - self.quickest_s)
+            wait_s = min(self.wait_s, self.last_times_s[-1] - self.quickest_s)
             self.last_gaps_s.append(max(0.0, min(share * gap_s, wait_s - BELIEVED * others_s)))
             mean_s = (math.fsum(self.last_gaps_s) - max(self.last_gaps_s)) / (REMEMBERED - 1)
             self.shown_s = max(mean_s, self.shown_s * (1.0 - FORGOTTEN))
@@ -172,10 +172,10 @@ class FairQueue:
         place = candidate.place
         self._put(candidate, "backoff")
         candidate.note(work_s, by, own_s)
-        candidate.last_tooks_s.append(took_s)
+        candidate.last_times_s.append(took_s)
         gap_s, candidate.answered_at = now - candidate.answered_at, now
-        if took_s and len(candidate.last_tooks_s) == REMEMBERED:
-            candidate.least_s = min(candidate.last_tooks_s)
+        if took_s and len(candidate.last_times_s) == REMEMBERED:
+            candidate.least_s = min(candidate.last_times_s)
             fastest_s = min(one.least_s for one in self.known.values())
             late_s = candidate.least_s - MUCH_SLOWER * fastest_s - MUCH_LATER_S
             candidate.work_s = max(candidate.work_s, late_s)
@@ -195,8 +195,8 @@ class FairQueue:
 
     def is_soon(self, took_s: float) -> bool:
         """Whether a microbatch came back about as fast as those that were fastest."""
-        tooks_s = (min(one.last_tooks_s, default=math.inf) for one in self.known.values())
-        return took_s <= MUCH_SLOWER * min(tooks_s, default=math.inf) + MUCH_LATER_S
+        times_s = (min(one.last_times_s, default=math.inf) for one in self.known.values())
+        return took_s <= MUCH_SLOWER * min(times_s, default=math.inf) + MUCH_LATER_S
 
     def next(
         self, backoff: Backoff, *, now: float, exclude: Collection[PeerId], horizon_s: float,

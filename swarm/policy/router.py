@@ -105,10 +105,10 @@ class Router:
         """Whether `peer` has answered here."""
         return (candidate := self._queue_of(stage).known.get(peer)) is not None and candidate.measured
 
-    def tooks_s(self, stage: Stage, peer: PeerId) -> Sequence[float]:
+    def times_s(self, stage: Stage, peer: PeerId) -> Sequence[float]:
         """How long `peer` took lately; nothing: unknown."""
         candidate = self._queue_of(stage).known.get(peer)
-        return candidate.last_tooks_s if candidate is not None else ()
+        return candidate.last_times_s if candidate is not None else ()
 
     def answering(self, stage: Stage) -> list[PeerId]:
         """The peers of `stage` that have answered here; all, if none has."""

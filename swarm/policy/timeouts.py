@@ -137,7 +137,7 @@ class CallLimits:
         suspected = charged or not self._router.knows(self._stage, peer)
         if self._usual.known and suspected:
             least_s = max(USUAL_HOLD_S, min(TRIAL_S, ALL_TRIALS_S / self.callers)) if charged else TRIAL_S
-            trial_s = least_s + 3 * max((self._usual.typical_s, *self._router.tooks_s(self._stage, peer)))
+            trial_s = least_s + 3 * max((self._usual.typical_s, *self._router.times_s(self._stage, peer)))
             limit_s = min(limit_s, self._backoff.doubled(peer) * trial_s)
         return self._backoff.within_budget_s(peer, limit_s, t=t)
 
@@ -149,7 +149,7 @@ class CallLimits:
         else one would be waited for longer and longer. One that has never answered may be warming up.
         """
         known = self._router.knows(self._stage, peer) or self._backoff.was_charged(peer, t=t)
-        least_s = min(self._router.tooks_s(self._stage, peer), default=0.0)
+        least_s = min(self._router.times_s(self._stage, peer), default=0.0)
         usual_s = max(self._usual.typical_s, min(least_s, TIMES_EXPECTED * self._usual.typical_s))
         after_s = LATE_S + self._passes * LATER_S + (2 + self._passes / 2) * usual_s
         return after_s if known and self._usual.known and self._router.count(self._stage) > 1 else math.inf

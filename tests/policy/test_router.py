@@ -322,11 +322,11 @@ def test_the_cost_of_a_choice_does_not_grow_with_the_number_of_peers(monkeypatch
     assert sum(looks.values()) <= (20 + 6) * 500
 
 
-def by_way(tooks_s: list[float]) -> Router:
+def by_way(times_s: list[float]) -> Router:
     """Microbatches by way of one peer take 0.1 s, and by way of the other as said; both work for 10 ms."""
     router = Router()
     router.set_peers(0, [SLOW, FAST])
-    for took_s in tooks_s:
+    for took_s in times_s:
         router.answered(0, FAST, 0.01, 0.1)
         router.answered(0, SLOW, 0.01, took_s)
     return router
@@ -342,11 +342,11 @@ def test_a_step_waits_for_no_peer_by_way_of_which_all_takes_much_longer_whatever
     assert SLOW in {router.route(0, now=100.0, horizon_s=0.5).peer for _ in range(3)}
 
 
-@pytest.mark.parametrize("tooks_s", [[4.3, 4.3, 4.3, 0.1, 4.3, 4.3], [4.3] * 4, [1.2] * 6])
+@pytest.mark.parametrize("times_s", [[4.3, 4.3, 4.3, 0.1, 4.3, 4.3], [4.3] * 4, [1.2] * 6])
 def test_a_peer_keeps_its_share_if_another_is_late_now_and_then_or_it_is_not_late_by_much(
-    tooks_s: list[float],
+    times_s: list[float],
 ) -> None:
-    router = by_way(tooks_s)
+    router = by_way(times_s)
     got = Counter(router.route(0, now=0.0, horizon_s=0.5).peer for _ in range(100))
     assert got[SLOW] == 50
 
