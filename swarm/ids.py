@@ -1,4 +1,4 @@
-"""Names of things. Plain types, so that they sort, hash and travel as they are."""
+"""Names of peers, stages, microbatches and runs. Plain types, which sort, hash and travel as they are."""
 
 from __future__ import annotations
 

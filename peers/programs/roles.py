@@ -1,4 +1,4 @@
-"""The roles' programs. Each puts a loop that knows only ports on a node."""
+"""`swarm bootstrap`, `peer`, `train` and `keeper`. Each puts a loop that knows only ports on a node."""
 
 from __future__ import annotations
 

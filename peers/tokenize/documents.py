@@ -1,5 +1,5 @@
-"""What files hold. Documents: plain text is one, JSON Lines, Parquet and Arrow have one in each row, as have
-data sets of Hugging Face. Or tokens that other programs made: nanoGPT and llm.c, Megatron, datatrove."""
+"""Documents of files. Plain text is one; JSON Lines, Parquet and Arrow have one in each row, as data sets of
+Hugging Face do. Or tokens that other programs made: nanoGPT and llm.c, Megatron, datatrove."""
 
 from __future__ import annotations
 

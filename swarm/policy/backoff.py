@@ -159,7 +159,7 @@ class Backoff:
         longest_s: float = MAX_REST_S,
     ) -> bool:  # fmt: skip
         """Charge `peer` with the time from `since_s` to `now`, in step `t`; returns whether it is left out.
-        `most_s`: it may cost no more; used up alone, its rest is as the first. No rest is over `longest_s`.
+        `most_s`: a smaller budget, a rest for which alone is as the first one. No rest is over `longest_s`.
 
         A second is charged once, however many calls waited through it.
         """
@@ -196,7 +196,7 @@ class Backoff:
         return max(0.0, self.budget_s - self.cost_s(peer, t=t))
 
     def settled_s(self, peer: PeerId, *, t: int) -> float:
-        """What `peer` was charged with in those steps, and is no more: another account pays for it."""
+        """Close the account of `peer`; returns the seconds in it, at most its budget, for another to pay."""
         lost_s = min(self.budget_s, self.cost_s(peer, t=t))
         self._accounts.pop(peer, None)
         return lost_s
