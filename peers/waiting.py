@@ -1,5 +1,5 @@
 """Waits with a limit, and keepers of tasks. Not asyncio.wait_for: before Python 3.12 it can swallow a
-cancellation that comes in the same tick as the result, and a loop that was cancelled once would run for ever."""
+cancellation that comes in the same tick as the result, and a loop that was cancelled would run for ever."""
 
 from __future__ import annotations
 
