@@ -19,8 +19,7 @@ Glossary. One word per idea, everywhere (tests/test_words.py finds retired ones)
     run             one training, named by the hash of its manifest
     manifest        the text with everything that changes a weight, and nothing else
     stage           a consecutive slice of the model, 0 … S-1
-    operator        one ATen call of a traced model; the graph of operators is what a cut divides
-    cut             the stage of each operator of a model
+    cut             the stage of each operator of a model; an operator is one ATen call of a traced model
     boundary        what passes from a stage to the next: tensors forth, gradients back
     custom model    a user's model, built from installed code that the manifest names and pins
     full model      all stages as one module, without codecs
@@ -40,7 +39,7 @@ Glossary. One word per idea, everywhere (tests/test_words.py finds retired ones)
     generation      the number of rollbacks of a run, and the version that the last one restored
     position        generation and version: how far a peer, a stage or the run is
     microbatch      (t, m): part m of step t, 0 <= m < M; a name, whichever peer computes it
-    route           which peer of the next stage gets a microbatch, and why
+    route           the peers, one of each stage, that a trainer chose for a microbatch
     fair queue      the peers of a stage in the order of their virtual finish times
     link latency    seconds that a call spends between two peers
     window          microbatches that a trainer keeps in flight
@@ -50,14 +49,21 @@ Glossary. One word per idea, everywhere (tests/test_words.py finds retired ones)
     retract         take one microbatch out of a sum again, because another replica has it too
     recompute       run a microbatch again because the sum that held it is gone
     round           one attempt of a stage's replicas to add up their sums; aborted unless complete
-    report          what a replica tells the coordinator of its stage
-    directive       what a coordinator tells a replica to do
+    report          what a replica tells the coordinator of its stage; the answer, what to do, is a directive
     prepared        a stage holds the complete sum of a step: it can take it
     commit          every stage is prepared, so the step is taken
     rollback        the return of the whole run to an older version
     restore         loading a checkpoint as the state of a stage
     digest          a hash of a replica's weights; equal digests mean equal bits
     codec           how a tensor becomes bytes on the wire
+    voice           how much a peer's word counts in its stage: by the steps that its voucher says
+    voucher         a trainer's signature of the steps in which a peer answered; named trainers give them
+    founder         a peer that the manifest names: it has voice from the start
+    ticket          a trainer's signature of a microbatch, without which no stage computes it
+    receipt         a peer's signature of what it answered, to which inputs
+    audit           a computation of work of others again, which may show that they lied
+    island          one of several swarms of a run, which meet every few steps; a cell is its part of a stage
+    books           the lock under which a sum and its ledger change, in a job of the device
     owner           the key that signs a run's manifest and charter
     charter         the owner's word on which peers may take part in a run, as what; the latest holds
     trail           what a replica signs of the last steps that it took
@@ -67,10 +73,8 @@ Glossary. One word per idea, everywhere (tests/test_words.py finds retired ones)
     token           the owner's invitation, which admits its bearer; bound to a peer by a certificate
     stamp           a number that took much work to find: the price of an identity
     backoff         the time for which a failing peer is not called
+    rest            the time for which a peer is left out, since it cost the run too much
     timeout         the time after which a call is given up; an adaptive one learns from answers
-    observation     what is new about a run since a monitor's last one
-    inconsistency   a statement of a peer that others, or its own record, contradict
-    alert           a sentence about what a person should look at
 """
 
 from __future__ import annotations
@@ -86,9 +90,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ("LocalSwarm", "Reference", "Run", "Step", "join", "join_async", "local", "reference")
-"""What Python programs and notebooks call. It touches the world, so it lies in `peers.api`; this is its front
-door, which opens when it is asked for, and which nothing inside of the house goes through. Each name has its
-module imported alone: who describes a run needs none of the network."""
+"""What Python programs and notebooks call: of `peers.api`, imported when it is first used, each module alone,
+since a description of a run needs none of the network. Nothing inside imports it from here."""
 _MODULES = {"join": "joining", "join_async": "joining", "LocalSwarm": "local_swarm", "local": "local_swarm"}
 _MODULES |= {"Run": "run", "Reference": "steps", "Step": "steps", "reference": "steps"}
 

@@ -145,10 +145,8 @@ class StageCore:
         return await ask_status(self.run, self.transport, asked[:MAX_ASKED])
 
     async def keep_stage(self, *, going: Collection[PeerId] = (), least: int = 1) -> bool:
-        """Whether so many replicas that stay have the weights of this stage (I6). `going`: those that leave
-        too.
-
-        Where this stage has voice, this peer's included, those without it do not say so.
+        """Whether at `least` so many replicas that stay have the weights of this stage (I6), by the word of
+        those with voice, where any has it, this peer included. `going`: those that leave too.
         """
         voice, staying = self.voice(), [one for one in self.replicas() if one.peer not in going]
         told = await self.ask([one for one in staying if one.peer in voice or not voice])
