@@ -18,8 +18,7 @@ def job_of(run: Run) -> StepWork:
     """The work of one step of a run, from its manifest alone; memory as its peers will reckon it.
 
     Raises:
-        SetupError: the audit model does no arithmetic that could be reckoned; a model that is brought cannot
-            be built here.
+        SetupError: the audit model has no arithmetic to reckon; a custom model cannot be built here.
     """
     from peers.owner.memory_limit import needs_of
     from swarm.model.layout import empty_state, reduce_bytes
