@@ -3,7 +3,7 @@
     tensors = await device.run(...)      # a copy of the state, taken between two jobs of the device
     writer.save(version, tensors)        # returns at once; hashing and writing are a thread's work
 
-At most two copies of the state are in memory, however slow the disk is: docs/design.md, *Checkpoints*.
+At most two copies of the state are in memory: docs/design.md, *Checkpoints and keepers*.
 """
 
 from __future__ import annotations
