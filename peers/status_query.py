@@ -117,9 +117,9 @@ async def _told_by(
 async def all_have(
     run: Run, transport: Transport, stages: Iterable[Sequence[PeerId]], goal: Position
 ) -> bool:
-    """Whether a position is borne out: at least half of each stage, of those that answer, have reached it."""
+    """Whether at least half of each stage, of those that answer, have come so far, in that generation."""
     for told in await _told_by(run, transport, stages, goal):
-        reached = [said.position >= goal for said in told]
+        reached = [goal <= said.position and said.generation == goal.generation for said in told]
         if not reached or 2 * sum(reached) < len(reached):
             return False
     return True

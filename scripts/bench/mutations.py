@@ -10018,4 +10018,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "Islands that come to a meeting later wait for ever for one whose owner wanted the device meanwhile.",
         ("test_false_changes",),
     ),
+    Mutation(
+        "take-who-went-back-for-further",
+        "peers/status_query.py",
+        "goal <= said.position and said.generation == goal.generation",
+        "goal <= said.position",
+        "The last trainer leaves as a stage that was lost at the last step goes back, and the run with it.",
+        ("test_trainer_news",),
+    ),
 )

@@ -250,11 +250,22 @@ async def test_a_trainer_stays_until_all_stages_have_the_last_version() -> None:
     await asyncio.wait_for(training, 60.0)
 
 
-@pytest.mark.parametrize(("reached", "ends"), [((8, 8), True), ((8, 7), False), ((8, None), False)])
+@pytest.mark.parametrize(
+    ("reached", "ends"),
+    [
+        (((FIRST, 8), (FIRST, 8)), True),
+        (((FIRST, 8), (FIRST, 7)), False),
+        (((FIRST, 8), None), False),
+        (((FIRST, 8), (BACK, 0)), False),
+    ],
+    ids=["all", "behind", "silent", "went back"],
+)
 async def test_a_trainer_leaves_though_no_run_coordinator_says_that_all_is_over(
-    reached: tuple[int, int | None], ends: bool
+    reached: tuple[tuple[Generation, int] | None, ...], ends: bool
 ) -> None:
-    """One that answers no summary hears of no other stage, and after the last step nobody else has a turn."""
+    """One that answers no summary hears of no other stage, and after the last step nobody else has a turn.
+    A stage that was lost just then, and begins anew, needs the trainer.
+    """
     line, records = Line("trainer"), Records()
     this: Any = Trainer(RUN, Rows(), line, records, TrainerSettings(), lambda _: None)  # type: ignore[arg-type]
     for stage, peer in enumerate(("ann", "bob")):
@@ -262,9 +273,13 @@ async def test_a_trainer_leaves_though_no_run_coordinator_says_that_all_is_over(
 
     def status(peer: str, header: bytes) -> PeerStatus:
         stage = ("ann", "bob").index(peer)
-        if (version := reached[stage]) is None:
+        if (at := reached[stage]) is None:
             raise PeerGone(peer, "cannot be reached")
-        return PeerStatus(peer=peer, stage=stage, state="serving", device="", version=version, since=0.0)
+        generation, version = at
+        return PeerStatus(
+            peer=peer, stage=stage, state="serving", device="", generation=generation, version=version,
+            since=0.0,
+        )  # fmt: skip
 
     def watched(peer: str, header: bytes) -> Watched:
         told = RunStatus(run=RUN.id, version=8)
