@@ -5402,8 +5402,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "who-has-not-gone-back-bears-out-where-to",
         "peers/status_query.py",
-        "reached = [said.position >= goal for said in told]",
-        "reached = [said.version >= goal.version for said in told]",
+        "goal <= said.position and said.generation == goal.generation",
+        "goal.version <= said.version",
         "A run went back, and a coordinator alone replaces the weights of its stage.",
         ("test_believing",),
     ),
@@ -10025,5 +10025,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         "goal <= said.position",
         "The last trainer leaves as a stage that was lost at the last step goes back, and the run with it.",
         ("test_trainer_news",),
+    ),
+    Mutation(
+        "hear-from-no-replica-how-far-the-only-stage-is",
+        PROTOCOL,
+        "has = member.report.version if of_two else 0",
+        "has = 0",
+        "Who is back in a run of one stage coordinates from where it was, for ever if trainers went home.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "believe-one-of-many-how-far-the-only-stage-is",
+        PROTOCOL,
+        "of_two = self._run.S == 1 and not self.belief.voice(0) and len(self._peers.get(0, ())) == 2",
+        "of_two = self._run.S == 1",
+        "One of several in a run of one stage gives the others weights of a step that they never took.",
+        ("test_attack",),
     ),
 )

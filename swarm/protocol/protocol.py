@@ -438,8 +438,11 @@ class StepProtocol:
         known = (self.run_status.position, self.trained)
         there = [at.version for at in known if at.generation == self._agreed.generation]
         stage.run_version = max([*there, *(t + 1 for t in self._agreed.commits)], default=0)
+        # Of two strangers that are the only stage nobody else says how far the run is.
+        of_two = self._run.S == 1 and not self.belief.voice(0) and len(self._peers.get(0, ())) == 2
         for member in list(stage.members.values()):
-            self._learn(member.report.commits, member.report.generation)
+            has = member.report.version if of_two else 0
+            self._learn(member.report.commits, member.report.generation, has=has)
         stage.decide(now=now)
         newest, commits = stage.newest, self._agreed.known(self._local)
         # A prepared replica waits for its commit: if the run is past it and no replica was told, it is lost.
@@ -635,14 +638,15 @@ class StepProtocol:
         self._coordinator.blame.forget(self._run.steps)  # its steps begin when they are taken again
         self._entered_s, self._soon = now, True
 
-    def _learn(self, commits: Sequence[Commit], generation: Generation) -> None:
+    def _learn(self, commits: Sequence[Commit], generation: Generation, *, has: int = 0) -> None:
         """Remember commits that are proven. One for which this stage has no weights is false, or it is behind
-        and will be told again: kept, that would hide every true one. No words are asked for on it.
+        and will be told again: kept, that would hide every true one. No words are asked for on it. `has`: the
+        version of a replica that is believed to have the weights.
         """
         agreed, mine = self._agreed, self._local.version
         new = [c for c in commits if generation == agreed.generation and c.t not in agreed.commits]
         if new:
-            newest = max(mine, self._coordinator.newest_version() if self._coordinator.present() else 0)
+            newest = max(mine, has, self._coordinator.newest_version() if self._coordinator.present() else 0)
             near = (c for c in new if min(mine, newest - replica.COMMITS_KEPT) <= c.t <= newest)
             agreed.learn([commit for commit in near if self.believes(commit, generation)])
 

@@ -301,6 +301,32 @@ def test_no_words_are_asked_for_on_a_commit_of_a_step_that_is_far_off(t: int) ->
         assert not [act for act in this.ready(now=NOW).actions if isinstance(act, AskAbsent)]
 
 
+@pytest.mark.parametrize(
+    ("signer", "others", "version"),
+    [("bob", 1, 8), ("liz", 1, 0), ("bob", 2, 0)],
+    ids=["two", "false", "three"],
+)
+def test_who_is_back_in_the_only_stage_learns_from_the_other_one_how_far_the_run_is(
+    signer: PeerId, others: int, version: int
+) -> None:
+    """It coordinated by its older record, and took a trainer's word only: 12 s later, or never after the
+    last step. Of three a liar would have the others excused, as they are not that far.
+    """
+    run = replace(audit_run(stages=1, steps=80, microbatches_per_step=4), admission=RUN.admission)
+    local = Local(generation=GENERATION, version=0, steps={}, commits={})
+    there = [msgspec.structs.replace(record(p, 0, since=2.0), run=run.id) for p in ("ann", "bob", "cid")]
+    this = StepProtocol(run, 0, "ann", 8, local, Backoff(), SimSigner("ann"), since_s=1.0)
+    this.observe(local, {0: there[: 1 + others]}, now=NOW)
+    step = report(7, StepReport(t=7, prepared=Prepared("r", 1.0, "d")))
+    step = signed_report(msgspec.structs.replace(step, run=run.id, stage=0), SimSigner(signer), None)
+    prepared = step.steps[0].prepared
+    assert prepared is not None
+    led_there = Commit(7, 1.0, ((Proof("bob", prepared),),))
+    said = msgspec.structs.replace(report(8), run=run.id, stage=0, commits=(led_there,))
+    this.belief.excuse(7, ["cid"], set(), set())
+    assert this.report("bob", said, [], now=NOW).version == version
+
+
 @pytest.mark.parametrize("norm", [math.inf, 1e30])
 def test_no_peer_ends_or_shrinks_a_step_by_its_word_alone(norm: float) -> None:
     directive, step = told(proof("ann", 1, norm=norm))
