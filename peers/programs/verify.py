@@ -29,7 +29,6 @@ from peers.storage.samples import open_data
 from peers.storage.start_weights import offer_start
 from peers.storage.weights import say, with_step
 from peers.trainer import entering
-from swarm.audit.by_stage import ByStage
 from swarm.audit.rerun import NEAR, Said, answers_of, is_false, is_same_state, referee_of, rerun_step
 from swarm.data import sample_offsets
 from swarm.errors import SetupError, short
@@ -37,6 +36,7 @@ from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.layout import empty_state, initial_state
 from swarm.model.reductions import state_digest
+from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.protocol.coordinator import realigns
 from swarm.wire.receipts import Answered
@@ -78,15 +78,16 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
         return differs(run, said, f"The checkpoint of step {first} has others.")
     why = why_not_exact(told, device)
     with open_scratch(options.scratch) as scratch:
+        terms: dict[str, Any] = {"version": first, "state": start, "scratch": scratch}
         if why and run.adds_exactly:  # who names another kind has nothing compared less closely by that alone
-            again = ByStage(run, data.batch, device, first, start, scratch)
+            again = SingleProcess(run, data.batch, device, **terms)
             each = (told.by_step.get(t, []) for t in range(first, last))
             with Bar("comparing bits", much_of(run, first, last), unit="microbatches") as bar:
                 steps = (rerun_step(again, said, told.stages, exact=True, done=bar)[0] for said in each)
                 why = why if any(steps) else ""
         if why:
             print(f"a referee in float64 judges, not to the bit, {signed} of {signed} signed steps: {why}")
-        again = ByStage(referee_of(run) if why else run, data.batch, device, first, start, scratch)
+        again = SingleProcess(referee_of(run) if why else run, data.batch, device, **terms)
         if not rerun(told, again, last, data.batch, exact=not why):
             return False
         also, near = "", NEAR[run.dtype] if why else None
@@ -109,7 +110,7 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
 
 
 def rerun(
-    told: Account, again: ByStage, last: int, batch: Callable[[list[int]], Any], *, exact: bool
+    told: Account, again: SingleProcess, last: int, batch: Callable[[list[int]], Any], *, exact: bool
 ) -> bool:
     """Compute up to version `last`; whether all is as it was signed. Says where not, of each that signed it.
 
@@ -149,7 +150,7 @@ MEETING_HINT = (
 )
 
 
-def judge_answers(told: Account, again: ByStage, batch: Callable[[list[int]], Any]) -> None:
+def judge_answers(told: Account, again: SingleProcess, batch: Callable[[list[int]], Any]) -> None:
     """Say of each answer to a microbatch of the next step that convicted its peer whether that was a lie."""
     t, true = again.version, dict[tuple[str, Microbatch], list[Answered]]()
     for verdict in told.convictions:

@@ -7,15 +7,13 @@ weights each stage computed it. All that a version is made of is compared with w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import cache, partial
-from itertools import product
-from typing import Any
+from collections.abc import Mapping
+from functools import cache
 
 import numpy as np
 import torch
 
-from swarm.ids import Generation
+from swarm.ids import Generation, Stage
 from swarm.manifest import NO_ISLAND, Run
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
@@ -41,14 +39,14 @@ def due_of(
     """What one process arrives at: (island, stage, version) -> as `StageState.copy`, and by step the losses
     of its microbatches. `tied`: the first and the last stage add to each other's sums.
     """
-    whole = SingleProcess(run, lambda offsets: np.zeros((len(offsets), run.data.sequence_length + 1)))
-    islands = [whole, *whole._others]
-    for island in islands if tied else ():
-        island.totals = partial(_tied, island, island.totals)  # type: ignore[method-assign]
+    kind = _Tied if tied else SingleProcess
+    whole = kind(run, lambda offsets: np.zeros((len(offsets), run.data.sequence_length + 1)))
     states, losses = {}, []
     for version in range(run.steps + 1):
-        for island, stage in product(islands, range(run.S)):
-            states[island.run.number, stage, version] = state = island.state_of(stage)
+        for cell in range(run.cells):
+            number, stage = divmod(cell, run.S)
+            state = {name: vector.clone() for name, vector in whole.state_of(cell).items()}
+            states[NO_ISLAND if run.cells == run.S else number, stage, version] = state
             if run.is_common(version):
                 states[NO_ISLAND, stage, version] = state
         if version < run.steps:
@@ -56,11 +54,10 @@ def due_of(
     return states, losses
 
 
-def _tied(process: SingleProcess, found: Callable[[], Any]) -> tuple[dict[str, torch.Tensor], float]:
-    named, squares = found()
-    first, last = (name for stage in (0, -1) for name in process.stages[stage].layout.terms)
-    both = named[first] + named[last]
-    return {**named, first: both, last: both}, squares
+class _Tied(SingleProcess):
+    def sum_of(self, cell: Stage) -> torch.Tensor:
+        own, stage, last = super().sum_of(cell), cell % self.run.S, self.run.S - 1
+        return own + super().sum_of(cell + last - 2 * stage) if stage in (0, last) else own
 
 
 class Invariants:

@@ -5640,7 +5640,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "verify-no-meetings",
-        "swarm/audit/by_stage.py",
+        "swarm/model/reference.py",
         "                meet([*islands.values()])\n",
         "                self.version += 0\n",
         "A run of islands is said to be false, and nobody lied.",
@@ -5744,7 +5744,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "tied-weights-by-one-stage-at-a-time",
-        "swarm/audit/by_stage.py",
+        "swarm/model/reference.py",
         "(self.sum_of(cell)), **self._shared[number]}",
         "(self.sum_of(cell))}",
         "Runs with tied weights are said to be false, and nobody lied.",

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 from swarm.audit.answers import digest
-from swarm.audit.by_stage import ByStage
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.reductions import vectors_digest
+from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.model.stage_io import input_metas
 from swarm.protocol.coordinator import realigns
@@ -50,7 +50,7 @@ def referee_of(run: Run) -> Run:
 
 
 def rerun_step(
-    again: ByStage,
+    again: SingleProcess,
     said: Sequence[Said],
     stages: Collection[Stage],
     *,
@@ -60,7 +60,7 @@ def rerun_step(
     """Do the next step. Returns what differs, such as `sum`, and what was signed instead; and whether all
     does that was signed at one of `stages`: nothing after that is computed.
 
-    `exact`: compare bits, on a device of the kind that the peers have. `done`: as `ByStage.compute` has it.
+    `exact`: compare bits, on a device of the kind that the peers have. `done`: as `compute` has it.
     """
     found: list[tuple[str, Said]] = []
 

@@ -2,14 +2,19 @@
 
 Deliberately not built on `StageCompute`: plain modules, gradients in `.grad`, torch's own optimizer. They
 share what a stage is (`swarm.model.stage_function`), the initial weights, and the codecs at the boundaries.
+
+Of a model that does not fit into one machine one stage at a time is in memory. Of a step all microbatches
+pass stage 0 then, all pass stage 1, and so to the last and back; each stage computes its forward again in its
+backward. What is not being computed lies elsewhere, such as in a folder. The bits are the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections import ChainMap, Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -19,13 +24,14 @@ from swarm.data import sample_offsets
 from swarm.errors import DIVERGED, Refused, SetupError
 from swarm.floats import total_of
 from swarm.ids import Microbatch, Stage
-from swarm.manifest import NO_ISLAND, OptimizerSpec, Run
+from swarm.manifest import OptimizerSpec, Run
 from swarm.model.custom import model_inputs
 from swarm.model.fixed_point import Rounded, add_exact, dropped_after, largest_norm, largest_term, to_float
 from swarm.model.gpt import replace_parameters, weights_dtype
-from swarm.model.layout import MET_MOMENTUM, MET_WEIGHTS, Layout, initial_state, stage_layout
+from swarm.model.layout import MET_MOMENTUM, MET_WEIGHTS, Layout, empty_state, initial_state, stage_layout
+from swarm.model.meeting import difference
 from swarm.model.optimizer import moment_seed, muon_update, to_bfloat16
-from swarm.model.reductions import sqnorm
+from swarm.model.reductions import sqnorm, state_digest
 from swarm.model.same_bits import aligned, use_same_algorithms, use_threads_of
 from swarm.model.stage_function import stage_function
 from swarm.wire.codec import decode, encode, places_of, round_trip
@@ -33,54 +39,52 @@ from swarm.wire.codec import decode, encode, places_of, round_trip
 _MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}
 """Of the optimizer, in a stage's state: what torch calls them."""
 
+Scratch: TypeAlias = MutableMapping[str, dict[str, torch.Tensor]]
+"""Tensors that are not needed now. What is read is not written to."""
+
+_SUM = "sum"
+_FOR_GRADIENTS = ("weights", "weights_previous", "statistics", "dropped_bits")
+"""Of a stage's state, what its forward and backward take."""
+
 
 class SingleProcess:
-    """All stages of a run in a row, with the codecs' round trips at the boundaries."""
+    """All cells of a run, with the codecs' round trips at the boundaries: its stages, or those of all
+    islands."""
 
     def __init__(
-        self, run: Run, batch: Callable[[list[int]], Any], device: str | torch.device = "cpu"
-    ) -> None:
-        """`batch`: offsets -> samples, as a dataset's method of that name."""
-        others = range(1, run.islands.count if run.number == NO_ISLAND else 1)
-        self._others = [SingleProcess(run.island(number), batch, device) for number in others]
-        """The other islands, where the run has several: this is the first of them then."""
-        run = run.island(0) if others else run
-        self.run, self.version, self._batch, self._device = run, 0, batch, torch.device(device)
-        self.stages = [PlainStage(run, stage, self._device) for stage in range(run.S)]
-        self._half_taken = False
-        self.sums: list[torch.Tensor] = []
-        """What each stage alone found, when `totals` was last called: flat, not divided by M."""
-
-    def loss(self, mb: Microbatch, *, grad: bool = True) -> float:
-        """The mean loss of a microbatch of the present step; `grad`: also add its gradient. Raises
-        SetupError: it is not finite."""
-        use_threads_of(self.run)
-        arriving = samples_of(self.run, self._batch, mb, self._device)
-        passed: list[Passed] = []
-        for stage in self.stages:
-            passed.append(stage.forward(arriving, mb, grad=grad))
-            arriving = passed[-1].arriving
-        (loss,) = passed[-1].outputs
-        if not math.isfinite(found := float(loss.item())):
-            raise SetupError(f"the loss of microbatch {mb} is not finite: {found}{DIVERGED}")
-        if grad:
-            back = [torch.ones_like(loss)]
-            before = [None, *passed[:-1]]
-            for stage, own, sender in zip(self.stages[::-1], passed[::-1], before[::-1], strict=True):
-                back = stage.backward(own, back, sender.places if sender else [], mb)
-        return found
-
-    @torch.no_grad()
-    def totals(self) -> tuple[dict[str, torch.Tensor], float]:
-        """(the sums since the last call by name, not divided by M, the sum of the gradients' squares).
-
-        A weight's total is the sum of its stages', in their order; its square counts at the first.
+        self, run: Run, batch: Callable[[list[int]], Any], device: str | torch.device = "cpu", *,
+        version: int = 0, state: Callable[[Stage], Mapping[str, torch.Tensor]] | None = None,
+        scratch: Scratch | None = None,
+    ) -> None:  # fmt: skip
         """
-        self.sums = [stage.totals() for stage in self.stages]
-        layouts = [stage.layout for stage in self.stages]
-        shared, squares = add_up(layouts, self.sums.__getitem__)
-        named = [layout.terms_of(flat) for layout, flat in zip(layouts, self.sums, strict=True)]
-        return {**ChainMap(*named), **shared}, squares
+        Args:
+            batch: offsets -> samples, as a dataset's method of that name.
+            state: of each stage at that version, as `StageState.copy` has it, which all islands have in
+                common; asked for once. None: that of version 0.
+            scratch: for what is not being computed: one stage at a time is in memory. None: all are.
+
+        Raises:
+            SetupError: as `PlainStage`, with a `scratch` once something is computed.
+        """
+        self.run, self.version, self._batch, self.device = run, version, batch, torch.device(device)
+        self._scratch: Scratch = {} if scratch is None else scratch
+        self._kept_on = self.device if scratch is None else torch.device("cpu")
+        self.stages: dict[Stage, PlainStage] = {}
+        """The cells, if all are in memory."""
+        self._layouts = [stage_layout(run, stage) for stage in range(run.S)]
+        for stage in range(run.S):
+            empty, given = empty_state(run, stage), (state or partial(initial_state, run))(stage)
+            begun = {name: given[name].to(one.dtype) for name, one in empty.items()}
+            for cell in range(stage, run.cells, run.S):
+                self._scratch[f"state {cell}"] = begun
+                if scratch is None:
+                    self.stages[cell] = self._load(cell)
+                    self._scratch[f"state {cell}"] = self.stages[cell].state
+        self._passed: dict[tuple[Stage, int], Passed] = {}
+        """By cell and microbatch, on the way to the last stage."""
+        self._losses: list[float] = []
+        self._shared: list[dict[str, torch.Tensor]] = []
+        self._half_taken = False
 
     def step(self, t: int) -> list[float]:
         """Do step `t`, the next one; return the losses of its microbatches in order. One that was interrupted
@@ -88,46 +92,143 @@ class SingleProcess:
         assert t == self.version, "steps are done in order"
         if self._half_taken:
             raise SetupError(f"step {t} was interrupted while weights changed: begin with a new reference")
-        for stage in self.stages:
-            stage.forget()
         try:
-            losses = [self.loss(Microbatch(t, m)) for m in range(self.run.microbatches(t))]
+            squares = self.compute()
         except Refused as error:  # by a codec
             raise SetupError(f"{error.text} in step {t}{DIVERGED}") from None
         self._half_taken = True
-        if self.run.meets_at(t):
-            islands = [self, *self._others]
-            for stages in zip(*(island.stages for island in islands), strict=True):
-                meet(stages)
-            for island in islands:
-                island.version += 1
-        else:
-            self.take(*self.totals())
-            losses += [loss for other in self._others for loss in other.step(t)]
+        self.take(squares)
         self._half_taken = False
-        return losses
+        return self._losses
 
-    def take(self, totals: Mapping[str, torch.Tensor], squares: float) -> None:
-        """Take the next step with what `totals` gave. Raises SetupError: that is not finite."""
-        if not 0.0 <= squares < math.inf:
+    def compute(self, done: Callable[[int], None] = lambda more: None) -> list[float]:
+        """The microbatches of the next step, or what islands bring to a meeting. Returns of each island the
+        sum of the gradients' squares; of a meeting nothing. `done`: told of each microbatch that has passed a
+        stage both ways. Raises SetupError: a loss is not finite.
+        """
+        self._losses = []
+        if self.run.meets_at(self.version):
+            for cell in range(self.run.cells):
+                layout = self._layouts[cell % self.run.S]
+                self._scratch[f"{_SUM} {cell}"] = {_SUM: difference(self.run, layout, self.state_of(cell))}
+            return []
+        self._passed.clear()
+        for plain in self.stages.values():
+            plain.forget()
+        found: list[tuple[dict[str, torch.Tensor], float]] = []
+        for island in map(self.run.island, range(self.run.islands.count)):
+            cells = range(island.cell(0), island.cell(island.S))
+            all_m = range(island.microbatches(self.version))
+            for together in [[m] for m in all_m] if self.stages else [all_m]:
+                for cell in cells[:-1]:
+                    self._forward(cell, together)
+                for cell in reversed(cells):
+                    plain = self._backward(cell, together, done)
+                    if together[-1] == all_m[-1]:
+                        self._scratch[f"{_SUM} {cell}"] = {_SUM: plain.totals().to(self._kept_on)}
+            found.append(add_up(self._layouts, lambda stage, cells=cells: self.sum_of(cells[stage])))
+        self._shared = [shared for shared, _ in found]
+        return [squares for _, squares in found]
+
+    def sum_of(self, cell: Stage) -> torch.Tensor:
+        """What a cell alone found in the step that was computed: flat, not divided by M; or at a meeting what
+        its island has changed of the stage, as that travels.
+        """
+        return self._scratch[f"{_SUM} {cell}"][_SUM]
+
+    @torch.no_grad()
+    def take(self, squares: Sequence[float]) -> None:
+        """Take the step that was computed. `squares`: as `compute` has them. Raises SetupError: one is not
+        finite."""
+        if not all(0.0 <= one < math.inf for one in squares):
             raise SetupError(f"the gradient of step {self.version} is not finite{DIVERGED}")
-        for stage in self.stages:
-            stage.take(self.version, totals, squares)
+        for stage, layout in enumerate(self._layouts):
+            islands = {cell: self._load(cell) for cell in range(stage, self.run.cells, self.run.S)}
+            if not squares:
+                meet([*islands.values()])
+            for number, (cell, plain) in enumerate(islands.items()):
+                if squares:
+                    totals = {**layout.terms_of(self.sum_of(cell)), **self._shared[number]}
+                    here = {name: totals[name].to(self.device) for name in layout.terms}
+                    plain.take(self.version, here, squares[number])
+                self._scratch[f"state {cell}"] = {n: v.to(self._kept_on) for n, v in plain.state.items()}
         self.version += 1
 
-    def load(self, version: int, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Become a version: of each stage what `StageState.copy` gives."""
-        self.stages = [PlainStage(self.run, s, self._device, state) for s, state in enumerate(states)]
-        self.version = version
+    def state_of(self, cell: Stage) -> dict[str, torch.Tensor]:
+        """The newest state of a cell, as `StageState.copy` has it, until the next step."""
+        return self._scratch[f"state {cell}"]
 
-    def state_of(self, stage: Stage) -> dict[str, torch.Tensor]:
-        """The newest state of a stage, as `StageState.copy` has it."""
-        return {name: vector.clone() for name, vector in self.stages[stage].state.items()}
+    def digest(self, cell: Stage, *, whole: bool) -> str:
+        """What replicas say of that, as `state_digest` has it."""
+        state = self.state_of(cell)
+        return state_digest(state if whole else {n: v.to(self.device) for n, v in state.items()}, whole=whole)
 
     def named_weights(self) -> dict[str, torch.Tensor]:
-        """The newest weights and statistics of all stages by full name, on the CPU."""
-        named = (stage.named.items() for stage in self.stages)
+        """The newest weights and statistics of all stages, of the first island, by full name, on the CPU. All
+        have to be in memory."""
+        named = (self.stages[stage].named.items() for stage in range(self.run.S))
         return {name: tensor.cpu().clone() for of_stage in named for name, tensor in of_stage}
+
+    def _load(self, cell: Stage, *vectors: str) -> PlainStage:
+        """A cell with these vectors of its state; none: with all."""
+        if cell in self.stages:
+            return self.stages[cell]
+        number, stage = divmod(cell, self.run.S)
+        state = self.state_of(cell)
+        needed = {name: state[name] for name in state if not vectors or name in vectors}
+        return PlainStage(self.run.island(number), stage, self.device, needed)
+
+    def _forward(self, cell: Stage, together: Sequence[int]) -> None:
+        plain = self._load(cell, *_FOR_GRADIENTS)
+        for m in together:
+            passed = self._pass(plain, cell, m, grad=bool(self.stages))
+            if self.stages:
+                self._passed[cell, m] = passed
+            self._put(f"inputs {cell + 1} {m}", passed.arriving)
+            self._put(f"places {cell + 1} {m}", passed.places)
+
+    def _backward(self, cell: Stage, together: Sequence[int], done: Callable[[int], None]) -> PlainStage:
+        """Returns the cell, with what was added to its sums."""
+        plain, stage = self._load(cell, *_FOR_GRADIENTS), cell % self.run.S
+        for m in together:
+            mb = Microbatch(self.version, m)
+            passed = self._passed.pop((cell, m), None) or self._pass(plain, cell, m, grad=True)
+            if stage == self.run.S - 1:
+                (loss,) = passed.outputs
+                self._losses.append(loss.item())
+                if not math.isfinite(self._losses[-1]):
+                    text = f"the loss of microbatch {mb} is not finite: {self._losses[-1]}{DIVERGED}"
+                    raise SetupError(text)
+                gradients = [torch.ones_like(loss)]
+            else:
+                gradients = self._get(f"gradients {cell} {m}", len(passed.outputs))
+            places = self._get(f"places {cell} {m}", len(passed.leaves)) if stage else []
+            back = plain.backward(passed, gradients, places, mb)
+            for used in (f"gradients {cell} {m}", f"places {cell} {m}", f"inputs {cell} {m}"):
+                self._scratch.pop(used, None)
+            if stage:
+                self._put(f"gradients {cell - 1} {m}", back)
+            done(1)
+        return plain
+
+    def _pass(self, plain: PlainStage, cell: Stage, m: int, *, grad: bool) -> Passed:
+        use_threads_of(self.run)
+        mb, (number, stage) = Microbatch(self.version, m), divmod(cell, self.run.S)
+        if stage:
+            arriving = self._get(f"inputs {cell} {m}")
+        else:
+            arriving = samples_of(self.run.island(number), self._batch, mb, self.device)
+        return plain.forward(arriving, mb, grad=grad)
+
+    def _put(self, name: str, tensors: Sequence[torch.Tensor | None]) -> None:
+        there = {str(i): one.detach().to(self._kept_on) for i, one in enumerate(tensors) if one is not None}
+        self._scratch[name] = there
+
+    def _get(self, name: str, count: int | None = None) -> list[Any]:
+        """`count`: how many there are, where some may be None."""
+        found = self._scratch[name]
+        order = map(str, range(len(found) if count is None else count))
+        return [aligned(found[i]).to(self.device) if i in found else None for i in order]
 
 
 def samples_of(
@@ -158,14 +259,13 @@ class PlainStage:
     """
 
     def __init__(
-        self, run: Run, stage: Stage, device: torch.device, state: Mapping[str, torch.Tensor] | None = None
+        self, run: Run, stage: Stage, device: torch.device, state: Mapping[str, torch.Tensor]
     ) -> None:
-        """`state`: of it what is needed, copied; None: version 0."""
+        """`state`: of it what is needed, copied."""
         use_same_algorithms(device)
         self._run, self._number, self._device = run, stage, device
         self.layout = stage_layout(run, stage)
-        given = initial_state(run, stage) if state is None else state
-        self.state = {name: vector.to(device, copy=True) for name, vector in given.items()}
+        self.state = {name: vector.to(device, copy=True) for name, vector in state.items()}
         """The newest, as `StageState.copy` has it."""
         self.weights = self._views("weights")
         """By full name, as all that follows: views of the state."""
@@ -260,7 +360,7 @@ class PlainStage:
 
     @torch.no_grad()
     def take(self, t: int, totals: Mapping[str, torch.Tensor], squares: float) -> None:
-        """Take step `t` with what `SingleProcess.totals` gave, of it what concerns this stage."""
+        """Take step `t` with the totals of all stages, of them what concerns this one."""
         run, spec = self._run, self._run.optimizer
         # One factor for the mean and the clipping, as the stages have it: two would round twice.
         M = run.microbatches(t)
@@ -349,8 +449,10 @@ def meet(islands: Sequence[PlainStage]) -> None:
 def add_up(
     layouts: Sequence[Layout], sum_of: Callable[[Stage], torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """(the totals of what several stages sum, by name, the sum of all gradients' squares): see
-    `SingleProcess.totals`. `sum_of`: asked for one stage's sum at a time.
+    """(the totals of what several stages sum, by name, the sum of all gradients' squares).
+
+    A weight's total is the sum of its stages', in their order; its square counts at the first. `sum_of`:
+    asked for one stage's sum at a time.
     """
     held = Counter(name for layout in layouts for name in layout.terms)
     shared: dict[str, torch.Tensor] = {}

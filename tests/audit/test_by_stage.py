@@ -1,4 +1,4 @@
-"""A run computed with one stage in memory at a time is the one that `SingleProcess` computes."""
+"""A run computed with one stage in memory at a time is the one that is computed with all of them there."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.audit.by_stage import ByStage, Scratch
-from swarm.ids import Microbatch
 from swarm.manifest import IslandsSpec, Run
-from swarm.model.layout import initial_state
-from swarm.model.reference import SingleProcess
+from swarm.model.reference import Scratch, SingleProcess
 from tests.model.chain import Chain, batch_of, tiny_run
 from tests.model.graph.test_custom_exact import CASES as CUSTOM
 from tests.model.graph.test_custom_exact import CustomModel, cut_of, run_of, samples
@@ -26,17 +23,15 @@ from tests.seeds import some
 def compare(run: Run, batch: Callable[[list[int]], Any]) -> None:
     scratch: Scratch = {}
     single = SingleProcess(run, batch)
-    again = ByStage(run, batch, "cpu", 0, lambda stage: initial_state(run, stage), scratch)
+    again = SingleProcess(run, batch, scratch=scratch)
     for t in range(run.steps):
-        for m in range(run.microbatches(t)):
-            single.loss(Microbatch(t, m))
-        totals, squares = single.totals()
         done: list[int] = []
-        assert again.compute(done.append) == [squares]
+        squares = single.compute()
+        assert again.compute(done.append) == squares
         assert sum(done) == run.S * run.microbatches(t)
-        assert all(torch.equal(again.sum_of(stage), own) for stage, own in enumerate(single.sums))
-        single.take(totals, squares)
-        again.take([squares])
+        assert all(torch.equal(again.sum_of(stage), single.sum_of(stage)) for stage in range(run.S))
+        single.take(squares)
+        again.take(squares)
         for stage in range(run.S):
             ours, theirs = again.state_of(stage), single.state_of(stage)
             assert ours.keys() == theirs.keys()
@@ -70,10 +65,10 @@ def test_of_a_custom_model_too_with_tied_weights_and_statistics(case: str) -> No
 
 
 def compare_islands(run: Run, batch: Callable[[list[int]], Any], chains: list[Chain]) -> None:
-    again = ByStage(run, batch, "cpu", 0, lambda stage: initial_state(run, stage), {})
+    again = SingleProcess(run, batch, scratch={})
     cells = [stage.state for chain in chains for stage in chain.stages]
     for t in range(run.steps):
-        squares = again.compute(lambda _: None)
+        squares = again.compute()
         assert len(squares) == (0 if run.meets_at(t) else run.islands.count)
         if run.meets_at(t):
             told = [state.difference() for state in cells]

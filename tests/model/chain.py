@@ -13,6 +13,8 @@ from swarm.data import sample_offsets
 from swarm.ids import Microbatch
 from swarm.manifest import Run, demo_run
 from swarm.model.gpt import initial_value, replace_parameters, stage_skeleton, weights_dtype
+from swarm.model.reference import SingleProcess, samples_of
+from swarm.model.same_bits import use_threads_of
 from swarm.model.stage import Forward, StageCompute
 from swarm.wire.codec import Encoded, encode
 
@@ -55,6 +57,16 @@ def batch_of(run: Run, text: np.ndarray = TEXT) -> Callable[[list[int]], np.ndar
 
 def tokens_of(run: Run, mb: Microbatch, text: np.ndarray = TEXT) -> Encoded:
     return encode(torch.from_numpy(batch_of(run, text)(sample_offsets(run, *mb))), "none")
+
+
+def loss_of_single(single: SingleProcess, mb: Microbatch) -> float:
+    """The loss of a microbatch with the newest weights of the first island, without its gradient."""
+    use_threads_of(single.run)
+    arriving = samples_of(single.run.island(0), single._batch, mb, single.device)
+    for stage in range(single.run.S):
+        passed = single.stages[stage].forward(arriving, mb, grad=False)
+        arriving = passed.arriving
+    return passed.outputs[0].item()
 
 
 def backward(stage: StageCompute, fwd: Forward, grads: Sequence[Encoded], *, add: bool) -> Answer:

@@ -122,17 +122,6 @@ def test_a_state_that_is_loaded_goes_on_as_the_one_it_was() -> None:
         assert farthest(chain.named_weights(), other.named_weights()) == 0.0
 
 
-def test_the_reference_goes_on_from_the_states_of_an_island() -> None:
-    run = islands(tiny_run())
-    chains, _ = trained(run, 4)
-    single = SingleProcess(run.island(1), batch_of(run))
-    single.load(4, [stage.state.copy() for stage in chains[1].stages])
-    assert single.step(4) == pytest.approx(chains[1].step(4), abs=1e-12)
-    for stage in chains[1].stages:
-        for name, vector in single.state_of(stage.stage).items():
-            assert torch.allclose(vector, stage.state.copy()[name], atol=1e-12), name
-
-
 def test_after_a_meeting_a_stage_is_the_same_on_every_island() -> None:
     run = islands(tiny_run())
     chains, _ = trained(run)

@@ -17,7 +17,17 @@ from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.model.stage_io import gradient_metas
 from swarm.wire.codec import Encoded
-from tests.model.chain import TEXT, Chain, backward, batch_of, farthest, loss_backward, tiny_run, tokens_of
+from tests.model.chain import (
+    TEXT,
+    Chain,
+    backward,
+    batch_of,
+    farthest,
+    loss_backward,
+    loss_of_single,
+    tiny_run,
+    tokens_of,
+)
 from tests.seeds import some
 
 OFTEN = int(np.bincount(TEXT).argmax())
@@ -202,10 +212,12 @@ def test_the_codecs_at_the_boundaries_are_part_of_the_run(codec: str, dtype: str
 
 def test_what_a_top_k_leaves_out_is_zero_to_the_gradient_too() -> None:
     """float64: the gradient of a weight of the first stage is the slope of the loss, as it is computed."""
-    run = tiny_run(codec={"forward": "topk:0.3", "backward": "none"})
+    codec = {"forward": "topk:0.3", "backward": "none"}
+    run = tiny_run(codec=codec, batch={"microbatches_per_step": 1})
     reference, mb = SingleProcess(run, batch_of(run)), Microbatch(0, 0)
-    reference.loss(mb)
-    (gradients, _), weights = reference.totals(), reference.stages[0].weights
+    reference.compute()
+    first = reference.stages[0]
+    gradients, weights = first.layout.terms_of(reference.sum_of(0)), first.weights
     name = next(n for n, p in weights.items() if p.dim() == 2 and len(p) == 48 and n.startswith("layers.0"))
     weight, gradient = weights[name], gradients[name]
     direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1), dtype=weight.dtype)
@@ -213,7 +225,7 @@ def test_what_a_top_k_leaves_out_is_zero_to_the_gradient_too() -> None:
     for step in (1e-6, -1e-6):
         with torch.no_grad():
             weight.add_(direction, alpha=step)
-        losses.append(reference.loss(mb, grad=False))
+        losses.append(loss_of_single(reference, mb))
         with torch.no_grad():
             weight.sub_(direction, alpha=step)
     slope = (losses[0] - losses[1]) / 2e-6
@@ -319,7 +331,7 @@ def test_the_reference_keeps_its_graph_only_when_asked() -> None:
     run = tiny_run()
     reference = SingleProcess(run, batch_of(run))
     before = reference.named_weights()
-    quiet = reference.loss(Microbatch(0, 0), grad=False)
+    quiet = loss_of_single(reference, Microbatch(0, 0))
     assert reference.step(0)[0] == quiet
     assert not all(torch.equal(before[name], w) for name, w in reference.named_weights().items())
 

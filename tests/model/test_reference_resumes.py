@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,6 +39,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def state_of(chain: Chain) -> Callable[[int], dict[str, torch.Tensor]]:
+    return lambda stage: chain.stages[stage].state.copy()
+
+
 QUICK = ("muon, groups", "bfloat16 moments")
 
 
@@ -47,10 +53,10 @@ QUICK = ("muon, groups", "bfloat16 moments")
 def test_from_a_saved_state_it_computes_the_same_bits_as_the_stages(case: str, start: int) -> None:
     codec = {"forward": "blockwise8", "backward": "blockwise8"}
     run = tiny_run(**{"dtype": "float32", "steps": 4, "codec": codec, **CASES[case]})
-    chain, reference = Chain(run), SingleProcess(run, batch_of(run))
+    chain = Chain(run)
     for t in range(start):
         chain.step(t)
-    reference.load(start, [stage.state.copy() for stage in chain.stages])
+    reference = SingleProcess(run, batch_of(run), version=start, state=state_of(chain))
     for t in range(start, run.steps):
         for stage, compute in enumerate(chain.stages):
             ours, theirs = reference.state_of(stage), compute.state.copy()
@@ -58,7 +64,7 @@ def test_from_a_saved_state_it_computes_the_same_bits_as_the_stages(case: str, s
             assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), (t, stage)
             assert all(state_digest(ours, whole=w) == compute.state.digest(whole=w) for w in (True, False))
         assert chain.step(t) == reference.step(t)
-        assert len(reference.sums) == run.S and all(sum.abs().max() > 0 for sum in reference.sums)
+        assert all(reference.sum_of(stage).abs().max() > 0 for stage in range(run.S))
     assert all(
         torch.equal(value, reference.named_weights()[name]) for name, value in chain.named_weights().items()
     )
@@ -68,9 +74,10 @@ def test_from_a_saved_state_it_computes_the_same_bits_as_the_stages(case: str, s
 def test_of_a_custom_model_too_and_the_sums_are_each_stages_own(case: str) -> None:
     name, changes = CUSTOM[case]
     run = run_of(name, cut_of(name, 3), **changes)
-    chain, reference = CustomModel(run), SingleProcess(run, lambda offsets: samples(run, offsets))
+    chain = CustomModel(run)
     chain.step(0)
-    reference.load(1, [stage.state.copy() for stage in chain.stages])
+    batch = partial(samples, run)
+    reference = SingleProcess(run, batch, version=1, state=state_of(chain))
     for t in range(1, run.steps):
         chain.begin(t)
         for m in range(run.M):
@@ -78,7 +85,7 @@ def test_of_a_custom_model_too_and_the_sums_are_each_stages_own(case: str) -> No
         own = [stage.sums.value(stage.sums.of(t)).clone() for stage in chain.stages]
         chain.apply(t)
         reference.step(t)
-        for stage, (ours, theirs) in enumerate(zip(reference.sums, own, strict=True)):
-            assert torch.equal(ours, theirs), (t, stage)
+        for stage, theirs in enumerate(own):
+            assert torch.equal(reference.sum_of(stage), theirs), (t, stage)
             saved = chain.stages[stage].state.copy()
             assert all(torch.equal(value, saved[n]) for n, value in reference.state_of(stage).items())

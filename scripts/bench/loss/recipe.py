@@ -35,11 +35,11 @@ LINES = "steps.jsonl"
 def train(run: Run, folder: Path, every: int, until: int) -> None:
     """Take the steps that are left before `until`, and evaluate there; a checkpoint each `every`."""
     terms, saved = run.terms, folder / "checkpoints"
-    single = SingleProcess(terms, run.open_data().batch)
     held_out = open_eval(terms, run.eval_data, run.tokenizer)
     start = newest_common_step(saved, terms)
-    if start is not None:
-        single.load(start, [Checkpoint(saved, terms, stage, start).load() for stage in range(terms.S)])
+    begun = [] if start is None else [Checkpoint(saved, terms, s, start).load() for s in range(terms.S)]
+    state = begun.__getitem__ if begun else None
+    single = SingleProcess(terms, run.open_data().batch, version=start or 0, state=state)
     with (folder / LINES).open("a") as lines:
 
         def tell(**told: Any) -> None:

@@ -69,13 +69,12 @@ def train(run: Run, text: Path, *, rounded: bool) -> Trained:
     import torch
 
     from peers.storage.dataset import open_dataset
-    from swarm.ids import Microbatch
     from swarm.model.reference import SingleProcess
     from swarm.wire import whole_numbers
 
     data = open_dataset(run, [text])
     single = SingleProcess(data.pinned(run), data.batch)
-    (stage,) = single.stages
+    stage = single.stages[0]
     found = Trained(stage.layout.sum_numel, [], [], [])
 
     def bytes_each() -> float:
@@ -85,15 +84,21 @@ def train(run: Run, text: Path, *, rounded: bool) -> Trained:
             flat[start:end] = sums[name]
         return sum(len(memoryview(buffer)) for buffer in whole_numbers.pack(flat)) / found.numel
 
-    for t in range(run.steps):
-        losses: list[float] = []
-        for m in range(run.M):
-            losses.append(single.loss(Microbatch(t, m)))
-            if m == run.M // 2 - 1:
-                found.up.append(bytes_each())
-        found.down.append(bytes_each() if rounded else 4.0)
-        single.take(*single.totals())
-        found.losses.append(statistics.fmean(losses))
+    m = 0  # microbatches of this step
+
+    def passed(more: int) -> None:
+        nonlocal m
+        m += more
+        if m == run.M // 2:
+            found.up.append(bytes_each())
+        if m == run.M:
+            found.down.append(bytes_each() if rounded else 4.0)
+
+    for _ in range(run.steps):
+        m = 0
+        squares = single.compute(passed)
+        found.losses.append(statistics.fmean(single._losses))  # type: ignore
+        single.take(squares)
     return found
 
 

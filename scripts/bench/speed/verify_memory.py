@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,10 @@ from peers.storage.checkpoint import Checkpoint
 from peers.storage.samples import open_data
 from peers.storage.transcript import Took, TranscriptWriter, path_of
 from scripts.bench.common.harness import report
-from swarm.audit.by_stage import ByStage
 from swarm.manifest import BatchSpec, DataSpec, ModelSpec, Run, demo_run
-from swarm.model.layout import initial_state, stage_layout
+from swarm.model.layout import stage_layout
 from swarm.model.reductions import state_digest, vectors_digest
+from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.protocol.statements import sign
 from swarm.wire.trails import Signed, TookStep, TookSteps, pack_rows
@@ -60,10 +59,10 @@ def run_of(hidden: int, layers: int, stages: int) -> Run:
 
 def train(run: Run, folder: Path) -> None:
     """Write what the peers of an honest run leave behind: a transcript, and the last checkpoint."""
-    again = ByStage(run, open_data(run, (), None).batch, "cpu", 0, partial(initial_state, run), {})
+    again = SingleProcess(run, open_data(run, (), None).batch)
     rows: list[list[TookStep]] = [[] for _ in range(run.S)]
     for _ in range(STEPS):
-        squares = again.compute(lambda _: None)
+        squares = again.compute()
         sums = [vectors_digest([again.sum_of(stage)], on_device=False) for stage in range(run.S)]
         again.take(squares)
         for stage in range(run.S):

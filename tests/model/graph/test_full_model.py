@@ -13,6 +13,7 @@ from swarm.ids import Microbatch
 from swarm.manifest import BatchSpec, CustomModelSpec, DataSpec, OptimizerSpec, Run
 from swarm.model.evaluate import FullModel, loss_of
 from swarm.model.reference import SingleProcess
+from tests.model.chain import loss_of_single
 from tests.model.graph import zoo
 
 pytest.importorskip("transformers", reason="the extra [hf] is not installed")
@@ -47,7 +48,7 @@ def test_of_a_language_model_the_loss_is_the_trainings_without_its_dropout() -> 
     run = gpt2(0.0)
     single = SingleProcess(run, lambda _: ROWS)
     single.step(0)
-    trained = single.loss(Microbatch(1, 0), grad=False)
+    trained = loss_of_single(single, Microbatch(1, 0))
     weights = single.named_weights()
     assert loss_of(run, weights)(ROWS) == pytest.approx(trained, rel=1e-12)
     tokens = torch.from_numpy(ROWS[:, :-1])

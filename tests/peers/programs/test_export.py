@@ -45,7 +45,7 @@ from swarm.model.evaluate import loss_of
 from swarm.model.graph.custom_model import build
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
-from tests.model.chain import weights_of
+from tests.model.chain import loss_of_single, weights_of
 from tests.peers.admitted import admitting
 from tests.process.models import held_out_images
 from tests.seeds import some
@@ -319,10 +319,10 @@ def reference_loss(run: Run, weights: dict[str, torch.Tensor], rows: np.ndarray)
     """What the single process says, with the same weights, of the same samples."""
     batches = iter([rows])
     single = SingleProcess(run, lambda offsets: next(batches))
-    for stage in single.stages:
+    for stage in single.stages.values():
         for name, own in stage.weights.items():
             own.copy_(weights[name])
-    return single.loss(Microbatch(0, 0), grad=False)
+    return loss_of_single(single, Microbatch(0, 0))
 
 
 @pytest.mark.parametrize("dtype", some(["float64", "float32", "bfloat16"], quick=["float64", "bfloat16"]))
@@ -363,7 +363,7 @@ def test_a_swarms_own_training_loss_is_found_again(text: Path, tmp_path: Path) -
     for t in range(3):
         single.step(t)
     again = loss_of(run, single.named_weights())(data.batch(sample_offsets(run, 3, 1)))
-    assert again == single.loss(Microbatch(3, 1), grad=False)
+    assert again == loss_of_single(single, Microbatch(3, 1))
 
 
 def test_dropout_is_off(text: Path) -> None:
