@@ -109,13 +109,9 @@ def write(
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name in order:
-        described, size = info(shapes[name]), shapes[name].numel() * shapes[name].element_size()
-        header[name] = {
-            "dtype": described.dtype,
-            "shape": list(described.shape),
-            "data_offsets": [at, at + size],
-        }
-        at += size
+        end = at + shapes[name].nbytes
+        header[name] = msgspec.to_builtins(info(shapes[name])) | {"data_offsets": [at, end]}
+        at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
