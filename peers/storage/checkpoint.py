@@ -169,19 +169,16 @@ class Checkpoint:
         Raises:
             SetupError: it could not be written; earlier checkpoints are as they were, nothing is left behind.
         """
-        for attempt in range(MAX_WRITES):
-            try:
-                self._write(tensors, meta={} if voiced else {_VOICED: False}, signed=tuple(signed))
-                break
-            except OSError as error:
-                if isinstance(error, FileNotFoundError) and attempt + 1 < MAX_WRITES:
-                    continue
-                raise atomic_file.trouble(
-                    f"cannot save the checkpoint of stage {self._stage}, step {self._step}",
-                    self._all,
-                    error,
-                    "choose another folder. Earlier checkpoints are intact",
-                ) from None
+        what = f"cannot save the checkpoint of stage {self._stage}, step {self._step}"
+        then = "choose another folder. Earlier checkpoints are intact"
+        with atomic_file.as_setup_error(what, then, folder=self._all):
+            for attempt in range(MAX_WRITES):
+                try:
+                    self._write(tensors, meta={} if voiced else {_VOICED: False}, signed=tuple(signed))
+                    break
+                except FileNotFoundError:
+                    if attempt + 1 == MAX_WRITES:
+                        raise
         self._prune(keep, range(self._run.S) if together is None else together)
 
     def _write(self, tensors: dict[str, torch.Tensor], **also: Any) -> None:
