@@ -92,7 +92,8 @@ class TiedWeights:
         step.promise(held.round, now=now_s())
         try:
             await self._core.device.run(Rank.STEP, step.t, step.ledger.freeze, held.round)
-            await asyncio.wait_for(self.hold(step, reduced, held), limit_s)
+            work = self.hold(step, reduced, held)
+            await (work if limit_s is None else within(work, limit_s))
         finally:
             step.end_round(held.round, failed=False)
 
