@@ -12,7 +12,7 @@ from peers.clock import now_s
 from peers.ports import Answer, Buffer, Directory, Transport
 from peers.status_query import ASK_S, ask_all
 from peers.waiting import let_go
-from swarm.errors import PeerFault, PeerSilent, Refused
+from swarm.errors import NotNow, PeerFault, PeerSilent, Refused
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.policy.backoff import BUDGET_ROUNDS, FIRST_REST_S
 from swarm.policy.router import Router
@@ -60,6 +60,8 @@ class StageCalls:
     """Makes a call, and ends it when its peer is left out."""
     heard: Callable[[Sequence[PeerId]], Sequence[PeerId]] = lambda peers: peers
     """Those of some peers of the stage whose word counts."""
+    opened_s: Callable[[int], float] = lambda t: 0.0
+    """Since when there is something to answer in a step; infinity: not yet."""
     limits: CallLimits = field(init=False)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """One peer at a time is overtaken: if all become slow, that makes them little slower."""
@@ -76,27 +78,39 @@ class StageCalls:
         return self.heard([r.peer for r in self.directory.at(self.stage) if r.state == "serving"])
 
     async def ask(
-        self, peer: PeerId, work: Work, body: Sequence[Buffer], *, max_answer_bytes: int = 0,
-        begun: bool = False,
-    ) -> tuple[WorkDone, Answer]:  # fmt: skip
-        """What a peer answers to `work`, for which it has as long as is usual. `begun`: see `CallLimits`."""
-        passes = map(self.directory.at, range(self.stage, self.stages))
-        with self.limits.call(peer, passes, t=work.t, begun=begun) as limit_s:
-            calling = self.transport.call(
-                peer, "work", pack(work), body, max_answer_bytes=max_answer_bytes, deadline_s=limit_s
-            )
-            answer = await self.trusted(peer, calling)
-        return unpack_answer(peer, answer.header, WorkDone), answer
+        self, peer: PeerId, work: Work, body: Sequence[Buffer],
+        check: Callable[[PeerId, WorkDone, Answer], None], *, max_answer_bytes: int = 0, begun: bool = False,
+    ) -> tuple[WorkDone, Answer, float]:  # fmt: skip
+        """What a peer answers to `work`, for which it has as long as is usual, and how long it took.
+
+        What comes of it for that peer is noted here, also if it is asked since another one is late; whom to
+        ask next is for the caller to say. `check`: raises BadAnswer. `begun`: see `CallLimits`.
+        """
+        began, passes = now_s(), map(self.directory.at, range(self.stage, self.stages))
+        try:
+            with self.limits.call(peer, passes, t=work.t, begun=begun) as limit_s:
+                calling = self.transport.call(
+                    peer, "work", pack(work), body, max_answer_bytes=max_answer_bytes, deadline_s=limit_s
+                )
+                answer = await self.trusted(peer, calling)
+            done = unpack_answer(peer, answer.header, WorkDone)
+            check(peer, done, answer)
+        except PeerFault as fault:
+            self.limits.lost(fault.peer, t=work.t, since_s=began, now=now_s())
+            self.fault(fault)
+            raise
+        except NotNow:  # until its step is open it is to wait
+            since_s = max(began, self.opened_s(work.t))
+            self.limits.put_off(peer, t=work.t, since_s=since_s, now=now_s())
+            raise
+        self.limits.answered(took_s := now_s() - began, now=now_s())
+        self.note_answered(Microbatch(work.t, work.m), peer)
+        return done, answer, took_s
 
     def fault(self, fault: PeerFault) -> None:
         """Note that a peer of the stage broke the protocol: it gets a backoff."""
         self.router.failed(fault.peer, now=now_s(), silent=fault.silent)
         self.on_fault(fault)
-
-    def lost(self, fault: PeerFault, *, t: int, since_s: float) -> None:
-        """The same of a call in step `t`, made at `since_s`."""
-        self.limits.lost(fault.peer, t=t, since_s=since_s, now=now_s())
-        self.fault(fault)
 
     async def holders(self, microbatch: Microbatch, *, lacking: bool = False) -> list[PeerId]:
         """Those that have `microbatch` or compute it, without those that their stage leaves out: what they
@@ -166,18 +180,15 @@ class StageCalls:
 
     async def unless_late(
         self, peer: PeerId, t: int, asked: Coroutine[Any, Any, T],
-        again: Callable[[], Coroutine[Any, Any, T]], opened_s: Callable[[], float] = lambda: 0.0,
+        again: Callable[[], Coroutine[Any, Any, T]],
     ) -> T:  # fmt: skip
-        """What `peer` was `asked` in step `t`, or the same of another one, `again`, if that is sooner.
-
-        `opened_s`: since when there is something to answer; infinity: not yet.
-        """
+        """What `peer` was `asked` in step `t`, or the same of another one, `again`, if that is sooner."""
         if (limit_s := self.limits.late_after_s(peer, t=t)) == math.inf:
             return await asked
         began, first, second = now_s(), asyncio.ensure_future(asked), None
 
         def late_s() -> float:
-            return now_s() - max(began, opened_s())
+            return now_s() - max(began, self.opened_s(t))
 
         async def overtake() -> T:
             since_s = now_s()

@@ -77,20 +77,17 @@ class NextStage(StageCalls):
             except NoPeerForStage as none:
                 await self._wait_for_peers(none.retry_at, tried)
                 continue
-            began = now_s()
+            asked = self._work(work, peer, how, begun=begun)
+            again = msgspec.structs.replace(work, attempt=work.attempt + 1)
             try:
-                asked = self._work(work, peer, how, begun=begun)
                 if overtaken:
                     return await asked
-                again = msgspec.structs.replace(work, attempt=work.attempt + 1)
                 other = partial(self.call, again, how, in_vain=tuple(tried.vain), overtaken=peer)
                 return await self.unless_late(peer, work.t, asked, other)
-            except PeerFault as fault:
-                self.lost(fault, t=work.t, since_s=began)
-                work = msgspec.structs.replace(work, attempt=work.attempt + 1)
+            except PeerFault:
+                work = again
             except NotNow as later:
                 tried.busy.add(peer)
-                self.limits.put_off(peer, t=work.t, since_s=began, now=now_s())
                 if len(tried.busy) >= len(self.router.peers(self.stage)):
                     await asyncio.sleep(min(MAX_PAUSE_S, later.retry_after_s))
                     tried.busy.clear()
@@ -131,20 +128,16 @@ class NextStage(StageCalls):
 
     async def _work(self, work: Work, peer: PeerId, how: WorkCall, *, begun: bool) -> Answered:
         """Have one peer do `work`, which it may have `begun`."""
-        began, onward = now_s(), how.addressed(msgspec.structs.replace(work, route=work.route[1:]), peer)
-        done, answer = await self.ask(
-            peer, onward, how.body, max_answer_bytes=how.max_answer_bytes, begun=begun
+        onward = how.addressed(msgspec.structs.replace(work, route=work.route[1:]), peer)
+        done, answer, took_s = await self.ask(
+            peer, onward, how.body, how.check, max_answer_bytes=how.max_answer_bytes, begun=begun
         )
-        how.check(peer, done, answer)
-        took_s = now_s() - began
-        self.limits.answered(took_s, now=now_s())
         # A time that cannot be true (NaN, below zero, ages) would draw all work to one peer, for ever.
         told = [hop.work_s for hop in done.hops if hop.peer == peer and 0.0 <= hop.own_s <= took_s]
         work_s = min([*told[:1], took_s])
         self.router.answered(self.stage, peer, work_s, took_s, now=now_s(), share=1 / self.limits.callers)
         line = self.transport.lines.get(peer, NetworkPath())
         done = msgspec.structs.replace(done, hops=with_latency(done.hops, took_s, line.rtt_s))
-        self.note_answered(Microbatch(work.t, work.m), peer)
         return peer, done, answer
 
     def _in_vain(self, work: Work) -> set[PeerId]:

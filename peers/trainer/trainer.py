@@ -22,7 +22,7 @@ from peers.evaluation.asking import Evaluations
 from peers.fault_points import fault_point
 from peers.islands.directory import own_directory
 from peers.liveness_probe import Prober
-from peers.ports import Directory, Transport
+from peers.ports import Answer, Directory, Transport
 from peers.stage_calls import MAX_PAUSE_S, StageCalls
 from peers.trainer.run_watch import RunWatch
 from peers.trainer.samples import Batches, Fetching, entering, samples_of
@@ -110,6 +110,7 @@ class Trainer:
             run.id, 0, transport, directory, self._router, run.S,
             on_fault=lambda fault: emit(events.PeerLost.at_work(fault, 0, run.S)),
             trusted=self.verdicts.while_trusted, heard=lambda peers: heard(peers, self._voices.of(0)),
+            opened_s=lambda t: self._watch.step_began_s if t <= self._watch.version else math.inf,
         )  # fmt: skip
         self._seen: dict[Stage, Sequence[PeerRecord]] = {}
         self._latency = LinkLatency()
@@ -260,7 +261,7 @@ class Trainer:
 
     async def _microbatch(self, item: WorkItem) -> None:
         """Run one microbatch through one route."""
-        mb, peer, answered, began = item.microbatch, None, False, now_s()
+        mb, peer, answered = item.microbatch, None, False
 
         async def another(than: PeerId) -> tuple[list[PeerId], WorkDone, float]:
             self._attempts[mb] += 1
@@ -273,15 +274,13 @@ class Trainer:
                 await self._first.holders(mb, lacking=True)
             found = self._route(mb, lacking=lacking)
             samples = await self._samples(mb)
-            began, peer = now_s(), found[0]  # it is charged with nothing before
+            peer = found[0]
             ran, done, took_s = await self._first.unless_late(
-                peer, mb.t, self._call(found, item, samples), partial(another, peer),
-                lambda: self._watch.step_began_s if mb.t <= self._watch.version else math.inf,
-            )  # fmt: skip
+                peer, mb.t, self._call(found, item, samples), partial(another, peer)
+            )
         except NoPeerForStage as none:
             await asyncio.sleep(min(0.5, max(0.05, none.retry_at - now_s())))
-        except PeerFault as fault:
-            self._first.lost(fault, t=mb.t, since_s=began)
+        except PeerFault:
             self._attempts[mb] += 1
         except NotNow as later:
             pause_s = min(MAX_PAUSE_S, later.retry_after_s)
@@ -292,9 +291,6 @@ class Trainer:
                 known, backoff = {*self._router.answering(0)} - lacking, self._router.backoff
                 if not all(backoff.in_backoff(other, now=now_s()) for other in known):
                     self._not_ready[mb], pause_s = lacking, 0.0  # another is asked at once
-            if peer is not None and mb.t <= self._watch.version:  # until its step is open it is to wait
-                since_s = max(began, self._watch.step_began_s)
-                self._first.limits.put_off(peer, t=mb.t, since_s=since_s, now=now_s())
             await asyncio.sleep(pause_s)
         except Stale:
             # One peer's word that the step is over is no proof: the run coordinator's picture will show it.
@@ -317,13 +313,11 @@ class Trainer:
         t, now, self._ran = mb.t, now_s(), True
         if t >= self._watch.version:  # else nobody asks for it any more
             self.losses[mb] = done.loss
-        self._first.note_answered(mb, route[0])
         self._todo.finished(mb)
         self._pace.answered(now=now)
         if t == self._watch.version and now - max(self._watch.step_began_s, self._slow_told) >= SLOW_S:
             self._slow_told, count, after_s = now, self._run.microbatches(t), now - self._watch.step_began_s
             self._emit(events.Working(t=t, done=self._todo.ran(t), count=count, after_s=after_s))
-        self._first.limits.answered(took_s, now=now)
         self._learn_speeds(mb, route, done, took_s)
         self._refusals.pop(mb, None)
 
@@ -427,24 +421,28 @@ class Trainer:
         self, route: list[PeerId], item: WorkItem, samples: tuple[list[Buffer], list[Buffer]]
     ) -> tuple[list[PeerId], WorkDone, float]:
         """Send a microbatch; also by which route, and how long it took."""
-        began, peer, mb, (body, proof) = now_s(), route[0], item.microbatch, samples
+        peer, mb, (body, proof) = route[0], item.microbatch, samples
         ticket = self._vouchers.ticket(mb, body, peer)
         work = Work(
             run=self._run.id, t=mb.t, m=mb.m, version=self._run.weight_version(mb.t),
             attempt=self._attempts[mb], deepest=item.deepest,
             route=tuple(route[1 : 1 + MAX_HOPS]), tensors=input_metas(self._run, 0), ticket=ticket,
         )  # fmt: skip
+
+        def check(peer: PeerId, done: WorkDone, answer: Answer) -> None:
+            if ticket is not None:
+                said = mb, ticket.inputs, done
+                check_answer(self._transport.signer, self._run, peer, 0, *said, answer.body)
+                self._vouchers.answered(*said)
+                self._audits.answered(0, mb, done)
+
         fault_point("trainer")
         self._latency.began(route)
         try:
-            done, answer = await self._first.ask(peer, work, [*body, *proof])
+            done, _, took_s = await self._first.ask(peer, work, [*body, *proof], check)
         finally:
             self._latency.ended(route)
-        if ticket is not None:
-            check_answer(self._transport.signer, self._run, peer, 0, mb, ticket.inputs, done, answer.body)
-            self._vouchers.answered(mb, ticket.inputs, done)
-            self._audits.answered(0, mb, done)
-        return route, done, now_s() - began
+        return route, done, took_s
 
     def _answered_wrongly(self, stage: Stage, fault: PeerFault, two_say_so: bool) -> None:
         self.verdicts.ask_soon()

@@ -7128,8 +7128,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "trainers-check-no-receipt",
         TRAINER,
-        "            check_answer(self._transport.signer, self._run, peer, 0, mb, "
-        "ticket.inputs, done, answer.body)\n",
+        "                check_answer(self._transport.signer, self._run, peer, 0, *said, answer.body)\n",
         "",
         "A liar of stage 0 that signs nothing, or something else, is audited by no trainer.",
         ("test_receipts",),
@@ -7737,8 +7736,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "trainers-charge-no-refusal",
         TRAINER,
-        "if peer is not None and mb.t <= self._watch.version:",
-        "if False:",
+        "opened_s=lambda t: self._watch.step_began_s if t <= self._watch.version else math.inf,",
+        "opened_s=lambda t: math.inf,",
         "A peer of stage 0 takes seconds to say that it is busy, each time, for ever.",
         ("test_limits",),
     ),

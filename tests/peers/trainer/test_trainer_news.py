@@ -17,7 +17,7 @@ from peers.sim.network import SimSigner
 from peers.trainer import Trainer, TrainerSettings
 from peers.trainer.run_watch import ASKED_S, SAME_S
 from peers.trainer.trainer import AWAKE_S, SLEPT_S, SLOW_S
-from swarm.errors import BadAnswer, PeerGone, Refused, Stale
+from swarm.errors import BadAnswer, PeerGone, Refused, Stale, SwarmError
 from swarm.ids import Generation, Microbatch, Position
 from swarm.manifest import IslandsSpec, audit_run
 from swarm.policy.backoff import BUDGET_ROUNDS, FIRST_REST_S
@@ -433,6 +433,54 @@ async def test_what_is_over_for_one_peer_of_the_first_stage_goes_to_another_that
     this._past["behind"] = 0
     await this._microbatch(WorkItem(Microbatch(0, 1), -1, replay=True))
     assert len(asked) == 3, "all say so: perhaps that is no longer true"
+
+
+class Late(Line):
+    """Some answer after so many seconds."""
+
+    def __init__(self, peer_id: str, **late_s: float) -> None:
+        super().__init__(peer_id)
+        self.late_s = late_s
+
+    async def call(self, peer: str, *what: Any, **how: Any) -> Any:
+        await asyncio.sleep(self.late_s.get(peer, 0.0))
+        return await super().call(peer, *what, **how)
+
+
+async def asked_of_another(error: SwarmError) -> tuple[Any, list[str], float]:
+    """A trainer, whom it asked for a microbatch that `ann` is late with and of which `bob` says so, and how
+    long that took; `eve` would answer at once.
+    """
+    line, asked = Late("trainer", ann=9.0), list[str]()
+    this: Any = Trainer(RUN, Rows(), line, Records(), TrainerSettings(), lambda _: None)  # type: ignore[arg-type]
+    hears(this, 0)
+    for stage, there in enumerate((["ann", "bob", "eve"], ["p"])):
+        this._router.set_peers(stage, there)
+        for peer in there * 3:
+            this._first.limits.answered(0.1, now=now_s())
+            this._router.answered(stage, peer, 0.5 if peer == "eve" else 0.1, 0.1)
+
+    def work(peer: str, _: bytes) -> WorkDone:
+        asked.append(peer)
+        if peer == "bob":
+            raise error
+        return WorkDone(loss=0.0, hops=(Hop(stage=0, peer=peer, own_s=0.1, compute_s=0.1),))
+
+    line.answers["work"] = work
+    this._past = {"bob": 0, "eve": 0}  # so that it is sent to `ann`
+    began_s, mb = now_s(), Microbatch(0, 0)
+    running = asyncio.ensure_future(this._microbatch(WorkItem(mb, -1, replay=False)))
+    await asyncio.sleep(0.1)
+    this._past.clear()
+    await running
+    return this, asked, now_s() - began_s
+
+
+async def test_who_is_asked_for_another_that_is_late_and_does_not_answer_is_a_fault_as_any_other() -> None:
+    """Nothing was noted of it: of two that lie one was late, and the other one answered first calls only."""
+    this, asked, _ = await asked_of_another(PeerGone("bob", "cannot be reached"))
+    assert "bob" in asked
+    assert this._router.backoff.is_failing("bob") and this._router.backoff.was_charged("bob", t=0)
 
 
 async def test_of_a_step_that_takes_minutes_the_trainer_says_now_and_then_how_far_it_is() -> None:
