@@ -193,8 +193,12 @@ class StageCalls:
         async def overtake() -> T:
             since_s = now_s()
             found = await again()
-            if not first.done() and self.limits.is_soon(now_s() - since_s):
-                self._note_overtaken(peer, t, late_s())
+            if not first.done() and self.limits.is_soon((now := now_s()) - since_s):
+                # The second time in some steps it is taken for one that does not answer.
+                silent = self.limits.overtaken(peer, t=t, since_s=now - late_s(), now=now)
+                self.router.failed(peer, now=now, silent=silent)
+                why = f"had not answered after {late_s():.1f} s, and another one had"
+                self.on_fault(PeerSilent(peer, why))
             return found
 
         async def another() -> T:
@@ -214,10 +218,3 @@ class StageCalls:
             return second.result()
         finally:
             let_go(*(task for task in (first, second) if task))
-
-    def _note_overtaken(self, peer: PeerId, t: int, late_s: float) -> None:
-        """The second time in some steps it is taken for one that does not answer."""
-        now = now_s()
-        silent = self.limits.overtaken(peer, t=t, since_s=now - late_s, now=now)
-        self.router.failed(peer, now=now, silent=silent)
-        self.on_fault(PeerSilent(peer, f"had not answered after {late_s:.1f} s, and another one had"))

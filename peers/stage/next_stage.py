@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import msgspec
 
@@ -20,6 +21,9 @@ from swarm.wire.messages import Work, WorkDone, with_latency
 
 Answered = tuple[PeerId, WorkDone, Answer]
 """By whom, and what."""
+Said: TypeAlias = dict[PeerId, SwarmError | None]
+"""Those that are asked for a microbatch again only if no other can be, and why: what each said; None: that
+its answer did not count, or is late."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,20 +38,6 @@ class WorkCall:
     """Why the work need not be done any more, if so; it is raised."""
     addressed: Callable[[Work, PeerId], Work] = lambda work, to: work
     """The work as it is sent to a peer."""
-
-
-@dataclass(kw_only=True)
-class _Tried:
-    """The peers that are asked for a microbatch only if no other can be, by what they did."""
-
-    overtaken: PeerId
-    vain: set[PeerId]
-    busy: set[PeerId] = field(default_factory=set)
-    past: dict[PeerId, Stale] = field(default_factory=dict)
-    refusals: dict[PeerId, Refused] = field(default_factory=dict)
-
-    def peers(self) -> set[PeerId]:
-        return {self.overtaken, *self.vain, *self.busy, *self.past, *self.refusals}
 
 
 @dataclass(eq=False)
@@ -69,62 +59,56 @@ class NextStage(StageCalls):
             Stale: the step is over, here, or for every peer there that can be asked.
             Refused: several peers refuse it; NotAdmitted: by the charter that one of them knows.
         """
-        tried = _Tried(overtaken=overtaken, vain=set(in_vain))
+        said: Said = dict.fromkeys((overtaken, *in_vain))
         while (reason := how.closed()) is None:
             self._refresh_peers()
             try:
-                peer, begun = await self._next_peer(work, tried)
+                peer, begun = await self._next_peer(work, said, overtaken)
             except NoPeerForStage as none:
-                await self._wait_for_peers(none.retry_at, tried)
+                if over := [why for why in said.values() if isinstance(why, Stale)]:
+                    raise over[0] from None
+                said = dict.fromkeys((overtaken,))  # those that refuse may be gone by now
+                await asyncio.sleep(min(1.0, max(0.05, none.retry_at - now_s())))
+                await self.directory.refresh({self.stage})
                 continue
             asked = self._work(work, peer, how, begun=begun)
             again = msgspec.structs.replace(work, attempt=work.attempt + 1)
             try:
                 if overtaken:
                     return await asked
-                other = partial(self.call, again, how, in_vain=tuple(tried.vain), overtaken=peer)
+                vain = [one for one, why in said.items() if why is None]
+                other = partial(self.call, again, how, in_vain=vain, overtaken=peer)
                 return await self.unless_late(peer, work.t, asked, other)
             except PeerFault:
                 work = again
-            except NotNow as later:
-                tried.busy.add(peer)
-                if len(tried.busy) >= len(self.router.peers(self.stage)):
-                    await asyncio.sleep(min(MAX_PAUSE_S, later.retry_after_s))
-                    tried.busy.clear()
-            except Stale as stale:
-                tried.past[peer] = stale  # one that took the step by itself; others may lack the microbatch
-            except Refused as refused:
-                tried.refusals[peer] = refused
-                if (why := await self._refusal(peer, tried.refusals)) is not None:
-                    why.text = f"stage {self.stage} refuses {work.t, work.m}: {why.text}"
-                    raise why from None
+            except (NotNow, Stale, Refused) as no:  # one alone may have taken the step: others lack it
+                said[peer] = no.with_traceback(None)  # that would keep all that is sent
+                busy = [one for one, why in said.items() if isinstance(why, NotNow)]
+                if isinstance(no, NotNow) and len(busy) >= len(self.router.peers(self.stage)):
+                    await asyncio.sleep(min(MAX_PAUSE_S, no.retry_after_s))
+                    said = {one: why for one, why in said.items() if one not in busy}
+                elif isinstance(no, Refused):
+                    await self._check_refusals(work, peer, said)
         raise reason
 
-    async def _next_peer(self, work: Work, tried: _Tried) -> tuple[PeerId, bool]:
+    async def _next_peer(self, work: Work, said: Said, overtaken: PeerId) -> tuple[PeerId, bool]:
         """The peer to ask, and whether it has or computes the microbatch already. Raises NoPeerForStage."""
-        if not tried.overtaken and (work.attempt > 0 or work.deepest >= 0):
+        if not overtaken and (work.attempt > 0 or work.deepest >= 0):
             found = await self.holders(Microbatch(work.t, work.m), lacking=work.deepest == self.stage)
             holder = next((peer for peer in found if peer not in self._in_vain(work)), None)
-            if holder and holder not in tried.peers():
+            if holder and holder not in said:
                 return holder, True
-        return self._choose(work, tried.peers()), False
+        return self._choose(work, set(said)), False
 
-    async def _wait_for_peers(self, until_s: float, tried: _Tried) -> None:
-        """Give those that were tried another chance, a little later. Raises Stale: one of them said so."""
-        if tried.past:
-            raise next(iter(tried.past.values())) from None
-        tried.busy.clear()
-        tried.vain.clear()
-        tried.refusals.clear()  # the others may be gone by now
-        await asyncio.sleep(min(1.0, max(0.05, until_s - now_s())))
-        await self.directory.refresh({self.stage})
-
-    async def _refusal(self, peer: PeerId, refusals: Mapping[PeerId, Refused]) -> Refused | None:
-        """Why the stage refuses a microbatch, now that `peer` does; None: too few refuse it."""
+    async def _check_refusals(self, work: Work, peer: PeerId, said: Said) -> None:
+        """Return, now that `peer` refuses a microbatch too, if too few do. Raises Refused: the stage does."""
         if peer not in self.counted():
             self.router.failed(peer, now=now_s())
-        found = [refusals[one] for one in sorted(await self.refusing(refusals))]
-        return min(found, key=lambda why: not why.by_charter, default=None)
+        refusals = {one: why for one, why in said.items() if isinstance(why, Refused)}
+        if found := [refusals[one] for one in sorted(await self.refusing(refusals))]:
+            why = min(found, key=lambda why: not why.by_charter)
+            why.text = f"stage {self.stage} refuses {work.t, work.m}: {why.text}"
+            raise why from None
 
     async def _work(self, work: Work, peer: PeerId, how: WorkCall, *, begun: bool) -> Answered:
         """Have one peer do `work`, which it may have `begun`."""

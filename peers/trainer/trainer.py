@@ -261,7 +261,7 @@ class Trainer:
 
     async def _microbatch(self, item: WorkItem) -> None:
         """Run one microbatch through one route."""
-        mb, peer, answered = item.microbatch, None, False
+        mb, peer, answered = item.microbatch, "", False
 
         async def another(than: PeerId) -> tuple[list[PeerId], WorkDone, float]:
             self._attempts[mb] += 1
@@ -286,7 +286,7 @@ class Trainer:
             pause_s = min(MAX_PAUSE_S, later.retry_after_s)
             if isinstance(later, Busy):
                 self._window.refused()
-            elif peer is not None:
+            elif peer:
                 lacking.add(peer)
                 known, backoff = {*self._router.answering(0)} - lacking, self._router.backoff
                 if not all(backoff.in_backoff(other, now=now_s()) for other in known):
@@ -294,11 +294,9 @@ class Trainer:
             await asyncio.sleep(pause_s)
         except Stale:
             # One peer's word that the step is over is no proof: the run coordinator's picture will show it.
-            assert peer is not None
             self._past[peer] = max(mb.t, self._past.get(peer, 0))
             await asyncio.sleep(STALE_S)
         except Refused as refused:
-            assert peer is not None
             await self._refused(mb, peer, refused)
         except SetupError as wrong:
             self._failure = wrong  # the samples of this trainer cannot be sent: another try changes nothing

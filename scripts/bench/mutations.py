@@ -1709,8 +1709,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-peers-end-of-a-step-is-everybodys",
         "peers/stage/next_stage.py",
-        "tried.past[peer] = stale  # one",
-        "raise  # one",
+        "except (NotNow, Stale, Refused) as no:",
+        "except (NotNow, Refused) as no:",
         "A stage is done with a step when one of its peers is.",
         ("test_guards",),
     ),
@@ -2135,7 +2135,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "recompute-instead-of-asking",
         NEXT_STAGE,
-        "if not tried.overtaken and (work.attempt > 0 or work.deepest >= 0):",
+        "if not overtaken and (work.attempt > 0 or work.deepest >= 0):",
         "if False:",
         "What a peer has already is computed by another one again.",
         ("test_guards", "test_loops", "test_work"),
@@ -9551,8 +9551,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "ask-the-same-for-another-gradient",
         NEXT_STAGE,
-        "vain=set(in_vain)",
-        "vain=set[PeerId]()",
+        "said: Said = dict.fromkeys((overtaken, *in_vain))",
+        "said: Said = dict.fromkeys((overtaken,))",
         "One whose gradients overflow is asked for them until the microbatch is refused.",
         ("test_work",),
     ),

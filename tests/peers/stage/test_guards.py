@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,7 +26,17 @@ from peers.stage.pause import PeerLife
 from peers.stage.tied_weights import TiedWeights
 from peers.stage_calls import StageCalls
 from peers.transfer.client import Download
-from swarm.errors import Leaving, NotAdmitted, NotReady, PeerGone, Refused, SetupError, Stale, SwarmError
+from swarm.errors import (
+    Busy,
+    Leaving,
+    NotAdmitted,
+    NotReady,
+    PeerGone,
+    Refused,
+    SetupError,
+    Stale,
+    SwarmError,
+)
 from swarm.ids import Generation, Microbatch, Position
 from swarm.manifest import IslandsSpec, audit_run
 from swarm.model.layout import initial_state
@@ -381,6 +393,35 @@ async def test_what_is_over_for_one_peer_of_a_stage_goes_to_another_and_is_over_
     with pytest.raises(Stale, match="step 0 is over"):
         await call()
     assert sorted(asked) == ["a", "b", "c"]
+
+
+async def test_what_is_sent_is_let_go_once_it_is_answered_though_others_were_busy() -> None:
+    """It may be megabytes, and many are busy at once."""
+
+    class Body(bytearray):
+        pass
+
+    line, records, router = Line(), Records(), Router()
+    records.known = [replica(run=TWO.id, stage=1, peer=name) for name in "ab"]
+    following = NextStage(
+        TWO.id, 1, line, records, router, stages=2, on_fault=lambda _: None,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+    def done(peer: str, _: bytes) -> WorkDone:
+        if peer == "a":
+            raise Busy("no more fit")
+        return WorkDone(loss=0.0)
+
+    line.answers["work"] = done
+    gc.disable()
+    try:
+        body = Body(9)
+        kept = weakref.ref(body)
+        await following.call(work(route=("a",)), replace(ANY_ANSWER, body=[body]))
+        del body
+        assert line.calls["work"] == 2 and kept() is None
+    finally:
+        gc.enable()
 
 
 async def test_those_whose_word_does_not_count_refuse_nothing_for_their_stage() -> None:
