@@ -265,7 +265,17 @@ class Trainer:
 
         async def another(than: PeerId) -> tuple[list[PeerId], WorkDone, float]:
             self._attempts[mb] += 1
-            return await self._call(self._route(mb, known=True, without={than}), item, samples)
+            asked = {than}
+            while True:  # as long as that one is late
+                try:
+                    route = self._route(mb, known=True, without=asked)
+                    asked.add(route[0])
+                    return await self._call(route, item, samples)
+                except NoPeerForStage:
+                    asked = {than}
+                    await asyncio.sleep(IDLE_S)
+                except (PeerFault, NotNow, Stale):
+                    pass
 
         lacking = self._not_ready.pop(mb, set())
         try:

@@ -7742,6 +7742,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_limits",),
     ),
     Mutation(
+        "wait-for-who-is-late-once-another-cannot",
+        TRAINER,
+        "                except (PeerFault, NotNow, Stale):\n                    pass\n",
+        "",
+        "A trainer waits until a call ends for one that hangs, if the second of stage 0 is busy.",
+        ("test_trainer_news",),
+    ),
+    Mutation(
         "strangers-where-nothing-is-checked",
         "peers/programs/charter.py",
         "if not (is_audited(run) and run.adds_exactly):",

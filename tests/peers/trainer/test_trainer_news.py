@@ -17,7 +17,7 @@ from peers.sim.network import SimSigner
 from peers.trainer import Trainer, TrainerSettings
 from peers.trainer.run_watch import ASKED_S, SAME_S
 from peers.trainer.trainer import AWAKE_S, SLEPT_S, SLOW_S
-from swarm.errors import BadAnswer, PeerGone, Refused, Stale, SwarmError
+from swarm.errors import BadAnswer, Busy, PeerGone, Refused, Stale, SwarmError
 from swarm.ids import Generation, Microbatch, Position
 from swarm.manifest import IslandsSpec, audit_run
 from swarm.policy.backoff import BUDGET_ROUNDS, FIRST_REST_S
@@ -447,14 +447,14 @@ class Late(Line):
         return await super().call(peer, *what, **how)
 
 
-async def asked_of_another(error: SwarmError) -> tuple[Any, list[str], float]:
-    """A trainer, whom it asked for a microbatch that `ann` is late with and of which `bob` says so, and how
-    long that took; `eve` would answer at once.
+async def asked_of_another(error: SwarmError, *others: str) -> tuple[Any, list[str], float]:
+    """A trainer, whom it asked for a microbatch that `ann` is late with and `bob` says no to at first, and
+    how long that took; `others` would answer at once.
     """
     line, asked = Late("trainer", ann=9.0), list[str]()
     this: Any = Trainer(RUN, Rows(), line, Records(), TrainerSettings(), lambda _: None)  # type: ignore[arg-type]
     hears(this, 0)
-    for stage, there in enumerate((["ann", "bob", "eve"], ["p"])):
+    for stage, there in enumerate((["ann", "bob", *others], ["p"])):
         this._router.set_peers(stage, there)
         for peer in there * 3:
             this._first.limits.answered(0.1, now=now_s())
@@ -462,12 +462,12 @@ async def asked_of_another(error: SwarmError) -> tuple[Any, list[str], float]:
 
     def work(peer: str, _: bytes) -> WorkDone:
         asked.append(peer)
-        if peer == "bob":
+        if peer == "bob" and asked.count(peer) == 1:
             raise error
         return WorkDone(loss=0.0, hops=(Hop(stage=0, peer=peer, own_s=0.1, compute_s=0.1),))
 
     line.answers["work"] = work
-    this._past = {"bob": 0, "eve": 0}  # so that it is sent to `ann`
+    this._past = dict.fromkeys(("bob", *others), 0)  # so that it is sent to `ann`
     began_s, mb = now_s(), Microbatch(0, 0)
     running = asyncio.ensure_future(this._microbatch(WorkItem(mb, -1, replay=False)))
     await asyncio.sleep(0.1)
@@ -481,6 +481,21 @@ async def test_who_is_asked_for_another_that_is_late_and_does_not_answer_is_a_fa
     this, asked, _ = await asked_of_another(PeerGone("bob", "cannot be reached"))
     assert "bob" in asked
     assert this._router.backoff.is_failing("bob") and this._router.backoff.was_charged("bob", t=0)
+
+
+@pytest.mark.parametrize(
+    ("error", "by"),
+    [
+        (PeerGone("bob", "cannot be reached"), "eve"),
+        (Stale("step 0 is over", version=1), "eve"),
+        (Busy("no more fit"), "eve"),
+        (Busy("no more fit"), "bob"),
+    ],
+)
+async def test_for_one_that_is_late_others_are_asked_until_one_answers(error: SwarmError, by: str) -> None:
+    """The second one said that it is busy, and the late one was waited for."""
+    _, asked, took_s = await asked_of_another(error, *{by} - {"bob"})
+    assert asked == ["bob", by] and took_s < 3.0
 
 
 async def test_of_a_step_that_takes_minutes_the_trainer_says_now_and_then_how_far_it_is() -> None:
