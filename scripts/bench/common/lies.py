@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,6 +23,8 @@ KINDS = {
 """Kinds of messages, and how often a lie is about each."""
 ACTS = {"drops": 4, "delays": 4, "doubles": 1, "replays": 4, "mixes up": 3, "alters": 8, "refuses": 4}
 """*Replays*: sends an old one of its own. *Mixes up*: sends what another one asked it."""
+INVENTS = "invents"
+"""Says what could be true: `scripts/bench/common/inventions.py`."""
 REFUSALS: tuple[Callable[[], SwarmError], ...] = (
     partial(Refused, "no"),
     *(partial(Stale, "no", version=version) for version in (0, 10**9)),
@@ -60,7 +62,17 @@ TRUTH = Lie("", False, "tells the truth", 0.0, 0.0, 0.0, 0.0, 0.0, 0)
 
 def drawn(dice: Dice) -> Lie:
     """One lie at random."""
-    kind = dice.pick([kind for kind, weight in KINDS.items() for _ in range(weight)])
+    return _drawn(dice, dice.pick([kind for kind, weight in KINDS.items() for _ in range(weight)]))
+
+
+def inventing(dice: Dice, forms: Iterable[tuple[str, bool]]) -> Lie:
+    """One at random that says what could be true. `forms`: of which questions and answers there are such."""
+    forms = {form: KINDS.get(form[0], 2) for form in forms}
+    kind, answers = dice.pick([form for form, weight in forms.items() for _ in range(weight)])
+    return _drawn(dice, kind)._replace(act=INVENTS, answers=answers)
+
+
+def _drawn(dice: Dice, kind: str) -> Lie:
     return Lie(
         kind, answers=kind != RECORD and dice.chance(0.5),
         act=dice.pick([act for act, weight in ACTS.items() for _ in range(weight)]),
