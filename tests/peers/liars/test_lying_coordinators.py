@@ -133,8 +133,8 @@ def says_that_its_stage_is_further(liar: StepProtocol) -> None:
 def commits_nothing(liar: StepProtocol) -> None:
     honest = liar._run_coordinator.decide  # type: ignore
 
-    def decide(losses: Any, local: Any, believes: Any) -> Any:
-        return honest(losses, local, lambda commit: False)
+    def decide(losses: Any, local: Any, believes: Any, *rest: Any) -> Any:
+        return honest(losses, local, lambda commit: False, *rest)
 
     liar._run_coordinator.decide = decide  # type: ignore[method-assign]
 
