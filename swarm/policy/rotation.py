@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from swarm.ids import PeerId
 from swarm.policy.backoff import STEPS
-from swarm.policy.timeouts import AdaptiveTimeout
+from swarm.policy.timeouts import TIMES_EXPECTED, AdaptiveTimeout
 
 TURN_STEPS = 64
 """Steps of a turn; of the first turns fewer, since nothing is known yet."""
@@ -32,7 +32,7 @@ TIMES_SLOW = 3.0
 KNOWN_STEPS = 5
 """With fewer steps it is not known how long they usually take."""
 FIRST_LATE_S = 30.0
-"""The same, before this peer has taken a step."""
+"""The same for a peer that came to a run that goes on, before it has taken a step."""
 TURN_S = 25.0
 """A coordinator has so long for late steps before another gets its turn."""
 FIRST_TURN_S = TURN_S / 2
@@ -75,7 +75,7 @@ class Rotation:
         self._by_steps = 0
         """The turn by the number of the step; the last one before late steps used a turn up."""
         first = AdaptiveTimeout(min_s=LATE_S)
-        first.expected_s = FIRST_LATE_S / 3
+        first.expected_s = FIRST_LATE_S / TIMES_EXPECTED
         self._lasted, self._usual = deque([first], maxlen=COMPARED), first
         """How long steps took in each of the last turns; and in the one in which they took least."""
         self._noted, self._noted_steps = (0, 0), 0
@@ -87,6 +87,7 @@ class Rotation:
         """Since the last step."""
         self._ahead = 3
         """As of the last step: `stepped`. 3: the next tells nothing. The first may have waited for peers."""
+        self._begun = False
         self.left_behind = False
         """Others took this step so long ago that it is late again for this peer only: it is told nothing."""
         self._slow_s = deque[float](maxlen=STEPS)
@@ -96,6 +97,14 @@ class Rotation:
     def late(self) -> bool:
         """Whether a step is late, or one was since the last `STEPS` in time: turns may differ."""
         return self._used > 0.0
+
+    def expects(self, first_s: float, *, begun: bool, now: float) -> None:
+        """The first step of a run should take so long. Once this peer has something of it (`begun`), what was
+        before counts no more: peers come one by one, and each has waited for another time.
+        """
+        self._lasted[0].expected_s = first_s
+        if begun and not self._begun:
+            self._begun, self._used, self._stepped_s, self._counted_s = True, 0.0, now, now
 
     def at(self, version: int) -> None:
         """This peer is at a version, which says whose turn it is unless late steps have used a turn up."""

@@ -21,6 +21,7 @@ from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.policy.backoff import Backoff
 from swarm.policy.rotation import Rotation
+from swarm.policy.timeouts import expected_s
 from swarm.protocol import replica
 from swarm.protocol.coordinator import Agreed, Member, RunCoordinator, StageCoordinator, Summarized, is_untold
 from swarm.protocol.ledger import members_of
@@ -143,6 +144,10 @@ class StepProtocol:
         self._local, self._peers = local, peers
         if self.belief.needs_proof:
             self._rotation.at(local.version)
+            if self._moved_s == -math.inf and local.joined:
+                each_has = self._run.M / max(1, min(map(len, peers.values()), default=1))
+                begun = any(step.begun for step in local.steps.values())
+                self._rotation.expects(each_has * expected_s(peers.values(), max), begun=begun, now=now)
         self.belief.observe(peers, local.version)  # by that of the run one could have all vouchers run out
         if self.belief.needs_proof:
             # A commit that was believed before this replica had a result is compared with that.

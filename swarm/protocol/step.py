@@ -95,6 +95,11 @@ class ReplicaStep:
         """Whether the step was taken or given up."""
         return self._state in (StepState.TAKEN, StepState.ABORTED)
 
+    @property
+    def begun(self) -> bool:
+        """Whether this replica has a microbatch of it, or has a part in a round."""
+        return self._state is not StepState.OPEN or self.ledger.done | self.ledger.in_progress > 0
+
     def loss_of(self, m: int) -> float:
         """Last stage: the loss of a microbatch in the sum; 0 if it is not known any more."""
         raise NotImplementedError

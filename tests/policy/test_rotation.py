@@ -108,12 +108,28 @@ def test_who_had_the_turn_is_named_once_when_a_step_becomes_late_and_once_when_t
     assert told[:2] == [None, None] and told[2] is not None and told[3] is None
 
 
-def test_before_the_first_step_there_is_more_time() -> None:
+def test_one_that_comes_to_a_run_gives_the_step_that_goes_on_more_time() -> None:
     this = Watched()
     this.waits(FIRST_LATE_S - 1.0)
     assert this.first == "ann" and not this.rotation.late
     this.waits(3.0)
     assert this.first == "bob"
+
+
+def test_all_count_a_first_step_from_when_it_began_however_long_each_had_waited() -> None:
+    """Peers that had come one by one, and waited for a trainer, saw other coordinators for 20 steps."""
+    seen = list[list[PeerId]]()
+    for idle_s in (3.0, 60.0):
+        this = Watched()
+        for begun in (False, True):
+            this.rotation.expects(5.0, begun=begun, now=this.now)
+            after = this.waits(0.0 if begun else idle_s)
+        for _ in range(40):
+            this.rotation.expects(5.0, begun=True, now=this.now)
+            after += this.waits(1.0)
+        seen.append(after[-40:])
+    assert seen[0] == seen[1]
+    assert [seen[0].count(peer) for peer in PEERS] == [15, 24, 1]
 
 
 def test_coordinators_of_steps_in_time_keep_their_turn() -> None:

@@ -306,12 +306,35 @@ def test_turns_do_not_pass_while_one_cannot_reach_who_has_one(unreached: PeerId,
     run = [record("zoe", 0, steps=90), record("yan", 0, steps=60)]
     of_1 = [record("bob", steps=90), record("ann", steps=60), record("cid", steps=40)]
     this = protocol_of("ann", *run, *of_1)
-    for second in range(40):
-        now = NOW - 40.0 + second
+    for second in range(20):
+        now = NOW - 20.0 + second
         this._backoff.failed(unreached, now=now, silent=True)
         this.speak(now=now)
     this._backoff.answered(unreached)
     assert this.coordinator(1, now=NOW) == first
+
+
+@pytest.mark.parametrize(("speed", "idle_s", "late_s"), [(0.0, 60.0, 10), (4.0, 0.0, 10), (0.25, 60.0, 48)])
+def test_a_first_step_is_late_after_three_times_what_peers_measured(
+    speed: float, idle_s: float, late_s: int
+) -> None:
+    """It was late after half a minute, of which who came first had waited for the others. Here each replica
+    does two microbatches, and the fastest of each stage is believed.
+    """
+    began_s, step = NOW + idle_s, Step(0, Ledger(0, RUN.M))
+    local = Local(generation=Generation(), version=0, steps={0: step}, commits={})
+    speeds = {"zoe": (0, speed), "yan": (0, speed / 9), "bob": (1, speed), "ann": (1, 0.0)}
+    there = [msgspec.structs.replace(record(p, stage), speed=of) for p, (stage, of) in speeds.items()]
+    this, since_s = protocol_of("ann", *there), 0.0
+    for second in range(120):
+        now = NOW + second
+        if now >= began_s:
+            step.ledger.claim(0)
+        this.observe(local, {s: [r for r in there if r.stage == s] for s in range(RUN.S)}, now=now)
+        this.speak(now=now)
+        if now >= began_s and not this._rotation.late:
+            since_s = now - began_s
+    assert since_s == late_s
 
 
 def test_one_that_has_just_rested_coordinates_only_where_another_needs_it() -> None:
@@ -449,8 +472,8 @@ def test_turns_pass_while_one_rests_that_has_one() -> None:
     of_1 = [record("bob", steps=90), record("ann", steps=60), record("cid", steps=40)]
     this = protocol_of("ann", *run, *of_1)
     this._backoff.charge("bob", t=0, since_s=NOW - 70.0, now=NOW - 70.0, rounds=BUDGET_ROUNDS)
-    for second in range(70):
-        this.speak(now=NOW - 70.0 + second)
+    for second in range(40):
+        this.speak(now=NOW - 40.0 + second)
     assert this.coordinator(1, now=NOW) == "cid"
 
 
