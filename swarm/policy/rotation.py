@@ -146,17 +146,15 @@ class Rotation:
         self._used_before, self._taken_back = self._used, False
 
     def waits(
-        self, *, now: float, counts: bool = True, leads: bool = False,
-        passed: Callable[[], bool] = lambda: False,
-    ) -> int | None:  # fmt: skip
-        """Count the time of a step that is late, all of it. Called every second or so. `counts`: this peer
-        reaches those on whose turn it is; else others may go on under them, in other turns than it. `leads`:
-        the turn is its own. `passed`: whether others have taken that step, so that it was late for this peer
+        self, *, now: float, leads: bool = False, passed: Callable[[], bool] = lambda: False
+    ) -> int | None:
+        """Count the time of a step that is late, all of it. Called every second or so. `leads`: the turn is
+        this peer's own. `passed`: whether others have taken that step, so that it was late for this peer
         only. Returns the turn in which the step became late just now, or after which another one began.
         """
         limit_s, turn, self.left_behind = self._usual.limit_s, int(self._used), False
         was_late = self.late and not self._seen_s - self._stepped_s <= limit_s < now - self._stepped_s
-        if now - self._seen_s > SLEPT_S or not counts:
+        if now - self._seen_s > SLEPT_S:
             self._ahead = 3 if self._seen_s > -math.inf else self._ahead  # it has not seen the whole step
             self._stepped_s = self._counted_s = now
         self._seen_s = now

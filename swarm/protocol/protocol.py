@@ -124,7 +124,7 @@ class StepProtocol:
         self.run_status = RunStatus(run=run.id)
         self._messages: list[Message] = []
         self._actions: list[replica.Action] = []
-        self._spoke_s = self._led_s = self._away_s = self._checked_s = -math.inf
+        self._spoke_s = self._led_s = self._checked_s = -math.inf
         self._followed_s = math.inf
         """When another with voice reported last to this one, this one to another that did not rest for it,
         one that holds rounds up was passed over, a step became late, or another turn began."""
@@ -239,13 +239,10 @@ class StepProtocol:
                 serving = [record for record in self._peers.get(stage, ()) if record.state == "serving"]
                 return self._by_turn(stage, serving, turn)[:1]
 
-            # Who reports is there, though it answers no report.
-            away = any(self._backoff.is_away(p, now=now) for p in {*first(self._stage), *first(0)} - {*there})
-            self._away_s = now if away else self._away_s
             # Those that have only just taken this step counted its time as well.
             passed = partial(self.belief.is_passed, min(self._local.version + 1, self._run.steps - 1))
             leads = coordinator == self._me
-            held_up = self._rotation.waits(now=now, counts=not away, leads=leads, passed=passed)
+            held_up = self._rotation.waits(now=now, leads=leads, passed=passed)
             if self._rotation.left_behind and coordinator is not None and not leads:
                 self._backoff.failed(coordinator, now=now)
                 self.directive = None  # its number may be such that nothing is newer
@@ -257,13 +254,6 @@ class StepProtocol:
         to, since = set[PeerId](), 0
         if coordinator == self._me:
             self._lead(now)
-            if now - self._away_s < LOST_S:
-                # Perhaps it is not heard, and others go by the other one, which of two needs its word.
-                members = self._coordinator.members.items()
-                lately = [p for p, m in members if now - m.seen_s <= LATELY * REFRESH_S]
-                of_two = len(self._by_turn(self._stage, self._peers.get(self._stage, ()))) == 2
-                if of_two and lately == [self._me]:
-                    to = self._to_tell(self._stage, None, "", 2, now)
         elif coordinator is not None:
             if not self._backoff.rests(coordinator, now=now):
                 self._followed_s = now

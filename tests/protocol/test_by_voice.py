@@ -299,10 +299,11 @@ def test_time_in_which_most_others_took_the_step_does_not_count_for_turns(
     assert (this.coordinator(1, now=NOW) == "bob") is stays
 
 
-@pytest.mark.parametrize(("unreached", "first"), [("bob", "bob"), ("zoe", "bob"), ("cid", "ann")])
-def test_turns_do_not_pass_while_one_cannot_reach_who_has_one(unreached: PeerId, first: PeerId) -> None:
-    """Seeds of a simulation: cut off from the others, which went on, it came to another turn, and stood by
-    itself for a minute."""
+@pytest.mark.parametrize("unreached", ["bob", "zoe", "cid"])
+def test_turns_pass_whomever_one_reaches(unreached: PeerId) -> None:
+    """Who took a coordinator that answers it nothing for one that it cannot reach counted no time, stood by
+    another turn than the others, and heard of each step 10 s late.
+    """
     run = [record("zoe", 0, steps=90), record("yan", 0, steps=60)]
     of_1 = [record("bob", steps=90), record("ann", steps=60), record("cid", steps=40)]
     this = protocol_of("ann", *run, *of_1)
@@ -311,7 +312,7 @@ def test_turns_do_not_pass_while_one_cannot_reach_who_has_one(unreached: PeerId,
         this._backoff.failed(unreached, now=now, silent=True)
         this.speak(now=now)
     this._backoff.answered(unreached)
-    assert this.coordinator(1, now=NOW) == first
+    assert this.coordinator(1, now=NOW) == "ann"
 
 
 @pytest.mark.parametrize(("speed", "idle_s", "late_s"), [(0.0, 60.0, 10), (4.0, 0.0, 10), (0.25, 60.0, 48)])
@@ -475,44 +476,6 @@ def test_turns_pass_while_one_rests_that_has_one() -> None:
     for second in range(40):
         this.speak(now=NOW - 40.0 + second)
     assert this.coordinator(1, now=NOW) == "cid"
-
-
-@pytest.mark.parametrize("reports", [False, True])
-def test_the_turn_passes_of_one_that_answers_nothing_if_it_reports(reports: bool) -> None:
-    """Ann does not reach bob; if her line is cut, others go on under him, and their turns are not hers."""
-    of_1 = [record("bob", steps=90), record("ann", steps=60), record("cid", steps=40)]
-    this = protocol_of("ann", record("zoe", 0, steps=90), *of_1)
-    for second in range(70):
-        now = NOW - 70.0 + second
-        if reports:
-            with contextlib.suppress(NotNow):
-                this.report("bob", signed_report(report(0), SimSigner("bob"), None), [], now=now)
-        this._backoff.failed("bob", now=now)
-        this.speak(now=now)
-    assert this._rotation.late == reports
-
-
-@pytest.mark.parametrize(
-    ("away", "follows", "of_two"),
-    [(False, False, True), (True, False, True), (True, True, True), (True, False, False)],
-)
-def test_of_two_who_coordinates_and_is_not_heard_reports_to_the_other_one(
-    away: bool, follows: bool, of_two: bool
-) -> None:
-    """Other stages hear bob in his turn, who needs this word. One that follows keeps its coordinator.
-
-    Of three the other two go on without: beside a silent third each would leave it to the other one.
-    """
-    of_1 = [record("ann", steps=90), record("bob", steps=60), *[record("cid", steps=40)] * (not of_two)]
-    this = protocol_of("ann", record("zoe", 0, steps=90), *of_1)
-    if away:
-        this._backoff.failed("zoe", now=NOW)
-    if follows:
-        this.report("bob", signed_report(report(0), SimSigner("bob"), None), [], now=NOW)
-    assert this.speak(now=NOW)
-    said = [to for to, body, _ in this.ready(now=NOW).messages if isinstance(body, ReplicaReport)]
-    assert said == (["bob"] if away and not follows and of_two else [])
-    assert this.coordinates(1, now=NOW)
 
 
 def test_a_replica_of_stage_0_that_does_not_coordinate_finds_a_commit_and_tells_it() -> None:
