@@ -9922,6 +9922,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_attack",),
     ),
     Mutation(
+        "wait-for-a-result-as-long-as-for-anything",
+        "swarm/protocol/blame.py",
+        "most_s = 0.0 if seen else math.inf",
+        "most_s = math.inf",
+        "One of three that lied in its turn, and then takes no result, costs 20 s more.",
+        ("test_limits",),
+    ),
+    Mutation(
+        "leave-out-the-one-whose-word-is-needed-as-soon",
+        "swarm/protocol/blame.py",
+        "seen = len(fetch.sources) > 1 and now",
+        "seen = now",
+        "One of two that shows no nonce costs 32 s for 20, as it rests while its word is needed.",
+        ("test_limits",),
+    ),
+    Mutation(
         "train-on-the-keys-of-rows",
         DATASET,
         "if not run.data.sha256 and path.name.lower().endswith(_PACKED):",

@@ -326,7 +326,9 @@ class Blame:
         self._preparing.note(t, dict.fromkeys(reports.keys() - set(fetch.sources)), now=now)
         late = self._preparing.late(t, now=now, least_s=TIMES_ROUND * self._round_s[t])
         for peer, since_s in late.items():
-            self._backoff.charge(peer, t=t, since_s=since_s, now=now)
+            seen = len(fetch.sources) > 1 and now - since_s > SEEN_MOST_S  # of two the other's word is needed
+            most_s = 0.0 if seen else math.inf
+            self._backoff.charge(peer, t=t, since_s=since_s, now=now, most_s=most_s)
 
     def told(
         self, directive: Directive, returned: Mapping[int, int], voice: Collection[PeerId], *, now: float

@@ -193,17 +193,34 @@ def test_one_that_loses_its_sum_or_retracts_what_it_was_told_to_is_charged_with_
 # --- the result ---
 
 
-def test_a_replica_that_never_has_the_result_is_left_out() -> None:
+@pytest.mark.parametrize(("holders", "most_s"), [(("ann",), 21.0), (("ann", "cid"), 10.1)])
+def test_a_replica_that_never_has_the_result_is_left_out(holders: tuple[PeerId, ...], most_s: float) -> None:
+    """Also where it had just coordinated for its turn, and sooner where two others have the result."""
     this, _ = blame()
-    fetch = FetchResult(round="r", sources=("ann",), ready=False, sqnorm=1.0)
-    reports = {"ann": step(ALL, held="r"), "bob": step()}
+    fetch = FetchResult(round="r", sources=holders, ready=False, sqnorm=1.0)
+    reports = {**dict.fromkeys(holders, step(ALL, held="r")), "bob": step()}
     this.planned(0, now=0.0)
     this.prepared(0, fetch, None, reports, now=1.0)
     this.prepared(0, fetch, None, reports, now=1.0 + 3.0)
     assert not this.left_out(0, {"bob"}, set(), now=4.0), "it may have to fetch all that the round moved"
-    for tenths in range(40, 400):
+    tenths = 40
+    while not this.left_out(0, {"bob"}, set(), now=tenths / 10):
+        tenths += 1
         this.prepared(0, fetch, None, reports, now=tenths / 10)
-    assert this.left_out(0, {"bob"}, set(), now=40.0)
+    assert tenths / 10 == most_s
+
+
+def test_one_that_has_the_result_late_in_some_steps_costs_what_any_may() -> None:
+    this, backoff = blame()
+    for t in range(3):
+        fetch, began_s = FetchResult(round=f"{t}", sources=("ann", "cid"), ready=False, sqnorm=1.0), 9.0 * t
+        this.planned(t, now=began_s)
+        for tenths in range(62):
+            reports = {"ann": step(ALL, held=f"{t}"), "bob": step()}
+            this.prepared(t, fetch, None, reports, now=began_s + tenths / 10)
+    assert backoff.cost_s("bob", t=2) == pytest.approx(3 * 6.1) and not this.left_out(
+        2, {"bob"}, set(), now=25.0
+    )
 
 
 def test_nobody_is_charged_for_a_result_that_the_coordinator_itself_lacks() -> None:
