@@ -9914,6 +9914,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_supervision",),
     ),
     Mutation(
+        "wait-for-a-coordinator-for-ever",
+        PROTOCOL,
+        "if self.belief.is_passed(local.version):",
+        "if False:",
+        "A replica whose reports its coordinator refuses sits out the rest of the run.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "go-where-nobody-is-yet",
+        PROTOCOL,
+        "if self.belief.is_passed(local.version):",
+        "if True:",
+        "A replica looks for weights that nobody has yet, and follows no directive meanwhile.",
+        ("test_attack",),
+    ),
+    Mutation(
         "leave-out-all-whose-words-are-needed",
         "swarm/protocol/blame.py",
         "if len(others) > 1 and others <= out:",

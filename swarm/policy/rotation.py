@@ -88,8 +88,6 @@ class Rotation:
         self._ahead = 3
         """As of the last step: `stepped`. 3: the next tells nothing. The first may have waited for peers."""
         self._begun = False
-        self.left_behind = False
-        """Others took this step so long ago that it is late again for this peer only: it is told nothing."""
         self._slow_s = deque[float](maxlen=STEPS)
         """How long the slow ones of the last steps took; 0 for each of the others."""
 
@@ -152,7 +150,7 @@ class Rotation:
         this peer's own. `passed`: whether others have taken that step, so that it was late for this peer
         only. Returns the turn in which the step became late just now, or after which another one began.
         """
-        limit_s, turn, self.left_behind = self._usual.limit_s, int(self._used), False
+        limit_s, turn = self._usual.limit_s, int(self._used)
         was_late = self.late and not self._seen_s - self._stepped_s <= limit_s < now - self._stepped_s
         if now - self._seen_s > SLEPT_S:
             self._ahead = 3 if self._seen_s > -math.inf else self._ahead  # it has not seen the whole step
@@ -161,7 +159,6 @@ class Rotation:
         if not self._is_late(now - self._stepped_s):
             return None
         if passed() and not (leads and self._taken_back):  # in its own turn they do not follow it
-            self.left_behind = self._taken_back
             self._used, self._stepped_s, self._taken_back = self._used_before, now, True
         else:
             self._count(now)

@@ -162,16 +162,18 @@ class StepProtocol:
             self._enter(local.generation, now)
         if local.busy:
             self._checked_s = now
-        elif (
-            self._behind_since is not None
-            and now - self._checked_s >= CHECK_S
-            and local.joined
-            and self.stuck_s(now=now) > restore_s
-            and self._me in self._coordinator.members  # what the last one said of it was looked into
-            and self.coordinates(self._stage, now=now)
-        ):
-            self._checked_s = now
-            self._actions.append(replica.RestoreStage())
+        elif now - self._checked_s >= CHECK_S and local.joined:
+            looked_into = self._me in self._coordinator.members  # what the last one said of it
+            leads = self._behind_since is not None and self.coordinates(self._stage, now=now)
+            if leads and looked_into and self.stuck_s(now=now) > restore_s:
+                self._checked_s = now
+                self._actions.append(replica.RestoreStage())
+            elif self.belief.needs_proof and not leads and now - self._moved_s >= LOST_S:
+                self._checked_s = now
+                if self.belief.is_passed(local.version):  # its coordinator tells this replica alone nothing
+                    at = {"generation": local.generation, "version": local.version + 1}
+                    goal = Directive(run=self._run.id, stage=self._stage, coordinator=self._me, **at)
+                    self._actions.append(replica.CatchUp(goal))
 
     def ready(self, *, now: float) -> Ready:
         """What is to be done about all that came in; each message and action is returned once."""
@@ -243,15 +245,11 @@ class StepProtocol:
             passed = partial(self.belief.is_passed, min(self._local.version + 1, self._run.steps - 1))
             leads = coordinator == self._me
             held_up = self._rotation.waits(now=now, leads=leads, passed=passed)
-            if self._rotation.left_behind and coordinator is not None and not leads:
-                self._backoff.failed(coordinator, now=now)
-                self.directive = None  # its number may be such that nothing is newer
             if held_up is not None:
                 self._followed_s = now
                 for peer in first(self._stage + 1, held_up):  # from now on it has less time to answer in
                     self._backoff.charge(peer, t=self._local.version, since_s=now, now=now)
                 coordinator = self.coordinator(self._stage, now=now)
-        to, since = set[PeerId](), 0
         if coordinator == self._me:
             self._lead(now)
         elif coordinator is not None:
@@ -259,11 +257,10 @@ class StepProtocol:
                 self._followed_s = now
             self._coordinator.members, self._told = {p: m for p, m in there.items() if p != self._me}, {}
             self._coordinator.forget_answers()
-            last = self.directive
+            last, since = self.directive, 0
             if last and (last.coordinator, last.generation) == (coordinator, self._local.generation):
                 since = last.version if coordinator in last.sources else 0  # it knows the commits before
             to = self._to_tell(self._stage, coordinator, last.coordinator if last else "", 0, now)
-        if to:
             report = self._report(since=since)
             self._messages += [Message(peer, *report) for peer in sorted(to)]
         return coordinator == self._me

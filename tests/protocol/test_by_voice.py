@@ -154,6 +154,34 @@ def test_one_that_catches_up_does_not_take_that_for_how_long_steps_take() -> Non
     assert not this._rotation.late
 
 
+@pytest.mark.parametrize(
+    ("past", "after_s", "stuck_s", "goes"),
+    [
+        (("zoe", "bob"), 6.0, 0, True),
+        (("zoe", "bob"), 6.0, 9, True),
+        (("zoe", "bob"), 5.5, 0, False),
+        (("zoe",), 6.0, 0, False),
+        (("bob",), 6.0, 0, False),
+    ],
+)
+def test_who_is_told_nothing_goes_where_most_others_are(
+    past: tuple[PeerId, ...], after_s: float, stuck_s: int, goes: bool
+) -> None:
+    """Its coordinator refused its reports, and its alone: it stayed behind for minutes."""
+    records = [record("zoe", 0, steps=90), *(record(name, steps=40) for name in ("ann", "bob", "cid"))]
+    this = protocol_of("ann", *records)
+    local = Local(generation=Generation(), version=1, steps={}, commits={})
+    for now in (NOW, NOW + after_s):
+        there = [msgspec.structs.replace(r, version=1 + (now > NOW and r.peer in past)) for r in records]
+        this.observe(local, {s: [r for r in there if r.stage == s] for s in (0, 1)}, now=now)
+        coordinator = this.coordinator(1, now=now)
+        assert coordinator is not None and coordinator != "ann"
+        told = Directive(run=RUN.id, stage=1, coordinator=coordinator, version=1, behind_s=stuck_s)
+        this.directive_came(told, now=now)
+    actions = this.ready(now=NOW + after_s).actions
+    assert [one.directive.version for one in actions if isinstance(one, CatchUp)] == [2] * goes
+
+
 def test_those_with_voice_coordinate_in_turn() -> None:
     records = [record(name, steps=40) for name in ("ann", "bob", "cid")]
     this, seen = protocol_of("ann", *records), set[PeerId | None]()
