@@ -96,7 +96,7 @@ class Recovery:
             {peer: ReplicaState(said.position, said.digest, said.kind) for peer, said in told.items()}, voice,
             me=core.me, is_proven=proven,
         )  # fmt: skip
-        if not found:
+        if not found and directive.coordinator != core.me:
             text = f"stage {self._stage}: {short(directive.coordinator)}, who coordinates, wants version"
             self._emit(events.Note(text=f"{text} {goal.version} of it taken; others do not bear that out"))
         return found
