@@ -32,7 +32,7 @@ TIMES_SLOW = 3.0
 KNOWN_STEPS = 5
 """With fewer steps it is not known how long they usually take."""
 FIRST_LATE_S = 30.0
-"""The same for a peer that came to a run that goes on, before it has taken a step."""
+"""A step is late after so long for a peer that came to a run that goes on, and has taken none yet."""
 TURN_S = 25.0
 """A coordinator has so long for late steps before another gets its turn."""
 FIRST_TURN_S = TURN_S / 2
@@ -45,7 +45,6 @@ MAX_DOUBLED = 6
 on busy machines, one is long enough in the end (as the views of Castro and Liskov's PBFT, 1999)."""
 SLEPT_S = 5.0
 """This peer itself was away for so long: it has not seen who held what up."""
-
 TOGETHER_S = 0.5
 """A turn that was over for one, whereupon the step ended, was over for all: they count up to the end of the
 step and so much longer, since they began to at moments that are so near."""

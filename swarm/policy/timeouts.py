@@ -81,7 +81,6 @@ def expected_s(
 
 TRIAL_S = 3.0
 """An unknown peer has so long, and three times what is usual: it may hold a call until its step opens."""
-
 USUAL_HOLD_S = 1.5
 """A peer whose step is about to open may hold a request so long before it says that it is not."""
 ALL_TRIALS_S = 8.0

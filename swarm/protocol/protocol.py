@@ -117,8 +117,9 @@ class StepProtocol:
         self.trained = Position()
         """The furthest position that a trainer named in the manifest knows the run to have come to: a stage
         whose replicas with voice are all new may not know it."""
-        self._moved_s = self._asked_s = self._entered_s = self._doubted_s = -math.inf
-        """When this replica last took a step or loaded a state, asked a lost stage, entered a generation."""
+        self._moved_s = self._went_s = self._asked_s = self._entered_s = self._doubted_s = -math.inf
+        """When this replica last took a step or loaded a state, went where the others are, asked a lost
+        stage, entered a generation, or asked for words."""
         self.directive: Directive | None = None
         """The last directive that was followed."""
         self.run_status = RunStatus(run=run.id)
@@ -168,9 +169,10 @@ class StepProtocol:
             if leads and looked_into and self.stuck_s(now=now) > restore_s:
                 self._checked_s = now
                 self._actions.append(replica.RestoreStage())
-            elif self.belief.needs_proof and not leads and now - self._moved_s >= LOST_S:
+            elif self.belief.needs_proof and not leads and now - max(self._moved_s, self._went_s) >= LOST_S:
                 self._checked_s = now
                 if self.belief.is_passed(local.version):  # its coordinator tells this replica alone nothing
+                    self._went_s = now  # between two tries it may hear that the run went back
                     at = {"generation": local.generation, "version": local.version + 1}
                     goal = Directive(run=self._run.id, stage=self._stage, coordinator=self._me, **at)
                     self._actions.append(replica.CatchUp(goal))

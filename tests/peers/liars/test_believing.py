@@ -176,6 +176,28 @@ async def test_one_with_most_voice_takes_what_all_others_did_without_it() -> Non
         s.assert_each_counted_once()
 
 
+async def test_one_that_was_away_when_the_run_went_back_hears_that_though_all_others_are_further() -> None:
+    """Each second it went where they are, in vain, as it knew their generation by then only. It was busy
+    whenever the others had just answered that they are in that one: for ever, once no step was taken.
+    """
+    run, new = admitting(audit_run(stages=2, steps=12, microbatches_per_step=4)), ("n0", "n1")
+    async with swarm(run, replicas=3) as s:
+        give_voice(s, *s.peers, *new)
+        await s.until_serving()
+        s.add_trainer(TRAINER)
+        await s.until_version(4)
+        for name in s.of_stage(1):
+            s.kill(name)
+        for name in new:
+            s.add_peer(name, 1)
+        await go_on_without(s, ["s0p2"], version=run.steps)
+        late = s.peers["s0p2"].core
+        assert late.generation == FIRST and late.version < run.steps
+        await s.until(lambda: late.finished, limit_s=20.0)
+        assert late.generation.number == 1
+        assert_honest(s)
+
+
 async def test_strangers_replace_no_weights_of_the_only_one_with_voice() -> None:
     async with swarm(RUN, replicas=1) as s:
         give_voice(s, "s0p0", "s1p0")
