@@ -10065,4 +10065,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "One of several in a run of one stage gives the others weights of a step that they never took.",
         ("test_attack",),
     ),
+    Mutation(
+        "go-where-the-others-are-each-second",
+        "swarm/protocol/protocol.py",
+        "now - max(self._moved_s, self._went_s) >= LOST_S:",
+        "now - self._moved_s >= LOST_S:",
+        "One that was away when the run went back is busy whenever it could hear of that, for ever.",
+        ("test_believing",),
+    ),
 )
