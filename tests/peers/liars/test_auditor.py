@@ -126,7 +126,8 @@ async def test_what_an_auditor_finds_the_stage_finds_as_well_and_nobody_does_wit
         assert auditor.found == {"s1p1"}
         said = s.seen(Trouble)[0].text
         assert said.startswith("stage 1, step ") and "peer s1p1 added something else than its" in said
-        assert s.seen(Note)[-1].text.endswith("were computed again; other work was signed by s1p1")
+        end = "were computed again; other work was signed by s1p1"
+        assert any(note.text.endswith(end) for note in s.seen(Note))
 
 
 @pytest.mark.parametrize("kind", ["sign flip", "zero"])
