@@ -320,6 +320,12 @@ def test_stages_that_strangers_led_on_as_the_first_with_voice_came_are_restored(
 
 
 @pytest.mark.slow
+def test_one_that_was_stopped_while_the_others_ended_gets_the_last_version() -> None:
+    """Seed 1318: it tried each second to go where they are, and heard of nothing meanwhile."""
+    assert run_schedule(1318).violation == ""
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [300067, 300115])
 def test_a_newcomer_with_voice_takes_the_result_of_one_replica(seed: int) -> None:
     """It waited for the word of a second one, which was its own."""
