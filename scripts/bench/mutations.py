@@ -9011,9 +9011,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "who-has-the-next-turn-is-unknown",
         PROTOCOL,
-        "for peer in first(self._stage + 1, held_up):  # from",
-        "for peer in first(self._stage + 1):  # from",
+        "for peer in first(self._stage + 1, held_up) * begun:  # it",
+        "for peer in first(self._stage + 1) * begun:  # it",
         "Callers ask less of an honest peer for what the one before it did, and wait for that one.",
+    ),
+    Mutation(
+        "hold-against-peers-that-a-run-waits-for-its-trainer",
+        PROTOCOL,
+        "first(self._stage + 1, held_up) * begun:",
+        "first(self._stage + 1, held_up):",
+        "Where the trainer comes last, honest peers have less time for the first 20 steps.",
+        ("test_attack",),
     ),
     Mutation(
         "a-coordinator-is-known-until-its-turn-is-over",

@@ -249,7 +249,9 @@ class StepProtocol:
             held_up = self._rotation.waits(now=now, leads=leads, passed=passed)
             if held_up is not None:
                 self._followed_s = now
-                for peer in first(self._stage + 1, held_up):  # from now on it has less time to answer in
+                # Nobody holds up a run that waits for its first microbatch.
+                begun = self._moved_s > -math.inf or any(step.begun for step in self._local.steps.values())
+                for peer in first(self._stage + 1, held_up) * begun:  # it has less time to answer in now
                     self._backoff.charge(peer, t=self._local.version, since_s=now, now=now)
                 coordinator = self.coordinator(self._stage, now=now)
         if coordinator == self._me:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import replace
 
 import msgspec
@@ -390,19 +391,25 @@ def test_one_that_slept_into_its_turn_and_reports_is_not_waited_for() -> None:
     assert firsts == ["bob"] * 3 + ["ann"] * 3
 
 
-def test_who_has_the_turn_in_a_late_step_has_less_time_for_its_answers_to_the_stage_before() -> None:
-    """Bob, which has the first turn, and nobody else: not dan, who has more voice and only joins."""
+@pytest.mark.parametrize("waits_for_a_trainer", [False, True])
+def test_who_has_the_turn_in_a_late_step_has_less_time_for_its_answers_to_the_stage_before(
+    waits_for_a_trainer: bool,
+) -> None:
+    """Bob, which has the first turn, and nobody else: not dan, who has more voice and only joins. In a run
+    without a trainer yet nobody.
+    """
     of_1 = [record(name, steps=steps) for name, steps in (("bob", 90), ("ann", 60), ("cid", 40))]
     of_1.append(msgspec.structs.replace(record("dan", steps=120), state="joining"))
     this, since = protocol_of("zoe", record("zoe", 0, steps=90), *of_1, stage=0), dict[PeerId, int]()
     this._rotation._usual.answered(1.0)
+    this._moved_s = -math.inf if waits_for_a_trainer else NOW
     for second in range(60):
         this.speak(now=NOW + second)
         for peer in ("bob", "ann", "cid", "dan"):
             if this._backoff.was_charged(peer, t=this._local.version):
                 since.setdefault(peer, second)
                 assert not this._backoff.in_backoff(peer, now=NOW + second)
-    assert since == {"bob": 11, "ann": 37}
+    assert since == ({} if waits_for_a_trainer else {"bob": 11, "ann": 37})
 
 
 def rests_for_ann() -> StepProtocol:
