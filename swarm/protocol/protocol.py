@@ -147,8 +147,7 @@ class StepProtocol:
             self._rotation.at(local.version)
             if self._moved_s == -math.inf and local.joined:
                 each_has = self._run.M / max(1, min(map(len, peers.values()), default=1))
-                begun = any(step.begun for step in local.steps.values())
-                self._rotation.expects(each_has * expected_s(peers.values(), max), begun=begun, now=now)
+                self._rotation.expects(each_has * expected_s(peers.values(), max), begun=local.begun, now=now)
         self.belief.observe(peers, local.version)  # by that of the run one could have all vouchers run out
         if self.belief.needs_proof:
             # A commit that was believed before this replica had a result is compared with that.
@@ -173,8 +172,10 @@ class StepProtocol:
                 self._checked_s = now
                 if self.belief.is_passed(local.version):  # its coordinator tells this replica alone nothing
                     self._went_s = now  # between two tries it may hear that the run went back
-                    at = {"generation": local.generation, "version": local.version + 1}
-                    goal = Directive(run=self._run.id, stage=self._stage, coordinator=self._me, **at)
+                    goal = Directive(
+                        run=self._run.id, stage=self._stage, coordinator=self._me,
+                        generation=local.generation, version=local.version + 1,
+                    )  # fmt: skip
                     self._actions.append(replica.CatchUp(goal))
 
     def ready(self, *, now: float) -> Ready:
@@ -250,7 +251,7 @@ class StepProtocol:
             if held_up is not None:
                 self._followed_s = now
                 # Nobody holds up a run that waits for its first microbatch.
-                begun = self._moved_s > -math.inf or any(step.begun for step in self._local.steps.values())
+                begun = self._moved_s > -math.inf or self._local.begun
                 for peer in first(self._stage + 1, held_up) * begun:  # it has less time to answer in now
                     self._backoff.charge(peer, t=self._local.version, since_s=now, now=now)
                 coordinator = self.coordinator(self._stage, now=now)

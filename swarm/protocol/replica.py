@@ -37,6 +37,11 @@ class Local(NamedTuple):
     def position(self) -> Position:
         return Position(self.generation, self.version)
 
+    @property
+    def begun(self) -> bool:
+        """Whether this replica has anything of an open step."""
+        return any(step.begun for step in self.steps.values())
+
 
 # -- actions ------------------------------------------------------------------------------------------
 
