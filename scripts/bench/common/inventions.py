@@ -797,22 +797,23 @@ def another_result_than_signed(scene: Scene, done: wire.PartDone, body: Body) ->
     return done, [bytes(buffer) for buffer in pack_chunk(found, name="a result").buffers]
 
 
-@invents(wire.PartDone)
-def one_contributed_something_else(scene: Scene, done: wire.PartDone, body: Body) -> Any:
+def _one_said(scene: Scene, done: wire.PartDone, field: str) -> Any:
+    """Of one contribution another digest."""
     if done.proof is None:
         return None
     at, said = scene.dice.below(len(done.proof.contributions)), done.proof.contributions
-    other = replace(said[at], chunks=scene.any_bytes(DIGEST_BYTES))
+    other = replace(said[at], **{field: scene.any_bytes(DIGEST_BYTES)})
     return _reduces(scene, done, _with(said, at, other), done.proof.chunks)
+
+
+@invents(wire.PartDone)
+def one_contributed_something_else(scene: Scene, done: wire.PartDone, body: Body) -> Any:
+    return _one_said(scene, done, "chunks")
 
 
 @invents(wire.PartDone)
 def one_sealed_another_nonce(scene: Scene, done: wire.PartDone, body: Body) -> Any:
-    if done.proof is None:
-        return None
-    at, said = scene.dice.below(len(done.proof.contributions)), done.proof.contributions
-    other = replace(said[at], seal=scene.any_bytes(DIGEST_BYTES))
-    return _reduces(scene, done, _with(said, at, other), done.proof.chunks)
+    return _one_said(scene, done, "seal")
 
 
 @invents(wire.PartDone)
