@@ -155,7 +155,7 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(Exit.USAGE)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        print(message, end="", file=file, flush=True)  # argparse's own hides that nobody reads it
+        print(message, end="", file=file, flush=True)  # argparse's own hides that it is not read
 
 
 def _file(parser: _Parser, word: str) -> list[str]:

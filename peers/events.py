@@ -218,7 +218,7 @@ class Stepped(Event, frozen=True):
 
 class AddedUp(Event, frozen=True):
     """A round in which this peer took part has its result. Said before another peer can take the result
-    from it: so it is heard whoever dies before the step is applied. For programs: no line of a text log."""
+    from it: so it is heard if a peer dies before the step is applied. For programs: no line of a text log."""
 
     template = "stage {stage}: step {t} added up: {missing} missing, {duplicated} twice"
     level = "debug"

@@ -13,10 +13,10 @@ passes the point `name`:
     took       this member has taken a step, and said nothing of it yet
     leaving    a member that leaves has finished what it does for others, and has not said that it goes
     meeting    islands are to meet, and what this one has changed is not encoded yet
-    encoded    it is, and nobody else has it
+    encoded    it is, and no other peer has it
     given      another replica asked for it, and is not told yet where to get it
     gathered   what another island has changed is here, or its sum of a part
-    summed     this island's sum of a part is made, and nobody else has it
+    summed     this island's sum of a part is made, and no other peer has it
     kept       a version is kept in memory: for islands that are lost, and for keepers
 
 A simulation, in which a process is no process of the system, is told of each point instead: `on_point`.

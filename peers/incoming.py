@@ -58,7 +58,7 @@ class Incoming:
             return body.result()
         finally:
             self._bytes[request.peer] -= size
-            self._bytes += Counter()  # forget who has none
+            self._bytes += Counter()  # forget peers that have none
             let_go(waiting, body)
 
 
@@ -81,7 +81,7 @@ class Places(Incoming):
         owed_s = self._paid.get(caller, began) - began
         if self._taken[caller] >= self._each or owed_s > AHEAD_S:
             raise Busy("this peer has computed enough for its caller")
-        # Several that take turns would have all places for ever: who owes much leaves the last one to others.
+        # Several that take turns would have all places for ever: one with debts leaves the last to others.
         if self._taken.total() >= self._most - (owed_s > AHEAD_S / 2):
             self.others_wait()
             raise Busy("this peer computes as much for others as it can")

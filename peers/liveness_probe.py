@@ -13,7 +13,7 @@ from swarm.policy.backoff import Backoff
 from swarm.wire.messages import Locate, pack
 
 PROBE_EVERY_S, LATER_EVERY_S = 0.5, 16.0
-"""At first, and later: twice as long after each time. Identities of nobody are silent for ever."""
+"""At first, and later: twice as long after each time. Identities without a process are silent for ever."""
 PROBE_S = 3.0
 """For an answer that needs no work; as long as a report may take."""
 MAX_PROBED = 32

@@ -311,7 +311,7 @@ Reach: TypeAlias = Literal["auto", "public", "relay"]
 RUN_HELP = "run id, 32 hex digits; or its name and its owner's fingerprint"
 JOIN_HELP = "a bootstrap or any peer of it; repeatable"
 DATA_HELP = "text files, in the order that the manifest pins; or an index: its folder or its address"
-TOKEN_HELP = "from the owner, who made it with swarm invite; keep your --identity"
+TOKEN_HELP = "made by the owner with swarm invite; keep your --identity"
 ALLOW_HELP = "a package, or a file of the owner's, that the manifest may name; repeatable"
 TOKENIZER_HELP = "tokenizer.json, if the run has one"
 EVAL_HELP = "text that the run is evaluated on, if its manifest says so"
@@ -554,7 +554,7 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
     told = [(one, one.metadata) for one in fields(cls)]
     places: dict[str, Any] = {"": parser}
     names = dict.fromkeys(option["group"] for _, option in told if option["group"])
-    for name in sorted(names, key=lambda name: (name == NETWORK) - (name == RUN)):  # whoever inherits them
+    for name in sorted(names, key=lambda name: (name == NETWORK) - (name == RUN)):  # in any subclass
         places[name] = parser.add_argument_group(name)
     for one, option in told:
         where, rest = places[option["group"]], dict(option["more"], help=option["help"])

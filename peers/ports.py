@@ -28,7 +28,7 @@ class Request(Protocol):
     """A call as its handler sees it: the header first, the body when asked for."""
 
     peer: PeerId
-    """Who calls; authenticated by libp2p."""
+    """The caller; authenticated by libp2p."""
     header: bytes
     body_sizes: Sequence[int]
     """Bytes of each announced buffer; nothing of them was received or reserved yet."""
@@ -193,7 +193,7 @@ class StageDevice(Protocol):
     longest_s: float
     """Of all jobs that ended."""
     abandoned: bool
-    """Nobody waits for the running jobs: one will never end, or all is to end at once."""
+    """The running jobs are not waited for: one will never end, or all is to end at once."""
 
     failure: Exception | None
     """A job failed in a way that nothing works on this device any more, in this process."""

@@ -11,7 +11,7 @@ from typing import TextIO
 
 REDRAW_S = 0.1
 LINE_S = 10.0
-"""Where nobody looks at a terminal: a line so often."""
+"""Where the output is no terminal: a line so often."""
 WIDTH = 20
 
 

@@ -83,8 +83,8 @@ class StageCalls:
     ) -> tuple[WorkDone, Answer, float]:  # fmt: skip
         """What a peer answers to `work`, for which it has as long as is usual, and how long it took.
 
-        What comes of it for that peer is noted here, also if it is asked since another one is late; whom to
-        ask next is for the caller to say. `check`: raises BadAnswer. `begun`: see `CallLimits`.
+        What comes of it for that peer is noted here, also if it is asked since another one is late; which
+        peer to ask next is for the caller to say. `check`: raises BadAnswer. `begun`: see `CallLimits`.
         """
         began, passes = now_s(), map(self.directory.at, range(self.stage, self.stages))
         try:
@@ -157,7 +157,7 @@ class StageCalls:
         if not any(self.router.knows(self.stage, peer) for peer in peers - vain):
             vain.clear()
         lacks = peers.intersection(lacking)
-        return next((some for some in (vain | lacks, lacks) if some < peers), set())  # who rests is none
+        return next((some for some in (vain | lacks, lacks) if some < peers), set())  # none of them rests
 
     async def refusing(self, refusals: Mapping[PeerId, Refused]) -> set[PeerId]:
         """The peers that refuse a microbatch, if they are enough to end a trainer; else none.
@@ -165,7 +165,7 @@ class StageCalls:
         If they seem enough they are asked where they serve: one that has moved refuses what comes to it by
         its old record. By the charter it refuses at each stage.
         """
-        refusals, by = {**refusals}, set(refusals)  # who hears of others may clear what it noted
+        refusals, by = {**refusals}, set(refusals)  # hearing of others may clear what was noted
 
         def enough() -> bool:
             by.intersection_update(counted := self.counted())

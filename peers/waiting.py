@@ -192,7 +192,7 @@ async def in_daemon_thread(work: Callable[[], T], *, name: str) -> T:
 
 
 K = TypeVar("K")
-"""Whom it goes to, and as what."""
+"""Which peer it goes to, and as what."""
 M = TypeVar("M")
 
 

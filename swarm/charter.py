@@ -1,15 +1,15 @@
 """The charter of a run: which peers its owner lets take part, as what. Rules only: bytes in, decisions out.
 
 How it is signed, found and followed: docs/design.md, *The charter*. Of two charters the one with the higher
-sequence holds (`Charter.rank`). One that has expired holds no more: nobody is admitted, and the run stands
-still until the owner has signed another. So who withholds a new charter from a peer gains 30 days at most.
+sequence holds (`Charter.rank`). One that has expired holds no more: no peer is admitted, and the run stands
+still until the owner has signed another. So a peer that withholds a new charter gains 30 days at most.
 
-A *peer* serves a stage, a *trainer* sends microbatches, a *keeper* keeps checkpoints; who only reads needs no
+A *peer* serves a stage, a *trainer* sends microbatches, a *keeper* keeps checkpoints; a reader needs no
 admission, and only a ban keeps it out. Others than the owner are admitted as the charter says of their role:
 
-    open    everybody; with a stamp, if `work_bits` asks for one
-    token   who is named, or brings a token that the owner made (`swarm invite`)
-    list    who is named
+    open    any peer; with a stamp, if `work_bits` asks for one
+    token   peers that are named, or bring a token that the owner made (`swarm invite`)
+    list    peers that are named
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_WORK_BITS = 40
 """Each bit doubles the work: 27 take two minutes of a core, 40 a fortnight."""
 MAX_WHY_CHARS = 100
 MAX_REVOCATIONS_TAKEN = 64
-"""Into charters, of keys that the owner did not name: anybody can make keys that revoke themselves."""
+"""Into charters, of keys that the owner did not name: any peer can make keys that revoke themselves."""
 MAX_USES = 1000
 """Identities that a token admits at a time, and beyond what it admits that are counted."""
 Role: TypeAlias = Literal["peer", "trainer", "keeper"]
@@ -71,7 +71,7 @@ class Charter(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid
     trainers: AdmissionRule = AdmissionRule("list")
     keepers: AdmissionRule = AdmissionRule()
     work_bits: Annotated[int, msgspec.Meta(ge=0, le=MAX_WORK_BITS)] = 0
-    """Of who enters by an open door."""
+    """Of peers that enter by an open door."""
     founders: _PeerIds = ()
     """Peers that the owner vouches for: they are admitted as peers. Voice have those of the manifest."""
     trusted_stages: Annotated[
@@ -151,7 +151,7 @@ NOTHING = Credential()
 class TokenUses:
     """Which identities used which token, by all records and callers that we saw.
 
-    A token is a secret, and who has it can bind it to any identity. So of more identities than it admits none
+    A token is a secret, and its holder can bind it to any identity. So of more identities than it admits none
     is better than another: whatever chose between them (the first to come, the smallest id) could be arranged
     by a thief, and peers that saw other records would choose differently. All of them are refused, and the
     token with them, while so many are there.
@@ -195,7 +195,7 @@ class Applicant(NamedTuple):
     stage: Stage | None = None
     """That a peer serves, as far as it is known."""
     closed: bool = False
-    """Only who is named or invited comes in, whatever the charter says."""
+    """Only peers that are named or invited come in, whatever the charter says."""
 
 
 class AdmissionTerms(NamedTuple):
@@ -329,15 +329,15 @@ def unban(charter: Charter, peer: PeerId) -> tuple[Ban, ...]:
     return left
 
 
-# --- which methods are for whom -----------------------------------------------------------------------------
+# --- which roles may call what ------------------------------------------------------------------------------
 
 READS = frozenset({"status", "state", "saved", "trail", "convicted", "chunk", "close", "version", "reach"})
-"""Methods that answer everybody who is not banned, at everybody."""
+"""Methods that every peer answers, to every peer that is not banned."""
 TRAINERS_CALL = frozenset(
     {"work", "locate", "watch", "voucher", "audit", "products", "kept", "evidence"}
     | {"eval", "evaluated", "block"}
 )
-"""Trainers and peers; all others only peers, as long as nobody has thought of them."""
+"""Trainers and peers; a method that is in no list is for peers alone."""
 REPLICAS_CALL = frozenset({"report", "part"})
 """Those that only peers of the same stage call."""
 

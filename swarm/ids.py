@@ -23,7 +23,7 @@ RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,62}"
 """How the name of a run is written."""
 
 FINGERPRINT_LETTERS = 20
-"""Of 5 bits: nobody finds another key with the same 100 bits."""
+"""Of 5 bits: another key with the same 100 bits cannot be found."""
 _GROUP = 5
 
 

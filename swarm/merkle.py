@@ -5,8 +5,8 @@ be shorter. The tree is that of RFC 6962: a node without a sibling goes up as it
 root are hashed apart, and the root covers the number of bytes.
 
 Nodes are kept by level, as bytes: by an index those of *blocks* of 4 MiB and all above them (the upper
-nodes), by who has a block those inside it, down to *parts* of 4 KiB. Those below are made again from a part.
-A proof is what is missing of a sample's first and last leaf, and the nodes beside the way up of both.
+nodes), by the holder of a block those inside it, down to *parts* of 4 KiB. Those below are made again from a
+part. A proof is what is missing of a sample's first and last leaf, and the nodes beside the way up of both.
 """
 
 from __future__ import annotations

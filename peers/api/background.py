@@ -93,7 +93,7 @@ def heard(on_event: Emit) -> Emit:
 
     def hear(event: Event) -> None:
         try:
-            with contextlib.suppress(BrokenPipeError):  # nobody reads it on
+            with contextlib.suppress(BrokenPipeError):  # it is not read on
                 on_event(event)
         except Exception:
             logging.getLogger(__name__).exception("on_event failed at %r", event)

@@ -57,7 +57,7 @@ class Account(NamedTuple):
     by_step: dict[int, list[Said]]
     """Of all stages."""
     kinds: dict[Stage, dict[str, set[PeerId]]]
-    """Of devices, and who signed as one: of all stages, since each computes with what others send it."""
+    """Of devices, with the peers that signed: of all stages, since each computes with what others send it."""
     convictions: list[Verdict]
     """Of peers of the stages that are compared, at any step."""
 
@@ -106,7 +106,7 @@ def account_of(found: Transcript, first: int, last: int, stages: Sequence[Stage]
             heard.append(one)
     voiced, strangers = {one.cell for one in heard if one.has_voice}, set[PeerId]()
     for one in heard:
-        # A keeper may make up identities. Where there are founders, somebody has voice from the start.
+        # A keeper may make up identities. Where there are founders, these have voice from the start.
         if not one.has_voice and (one.cell in voiced or found.run.admission.founders):
             strangers.update(one.by)
         elif one.by:
@@ -118,7 +118,7 @@ def account_of(found: Transcript, first: int, last: int, stages: Sequence[Stage]
         say(f"signed by peers without voice, and left out: {names}")
     elif found.run.admission.named and (alone := {one.cell for one in heard if one.by} - voiced):
         places = ", ".join(map(found.run.place, sorted(alone)))
-        say(f"signed by peers without voice alone, which who wrote this transcript can make up: {places}")
+        say(f"signed by peers without voice alone, which the writer of this transcript can make up: {places}")
     if forged := set[PeerId]().union(*(one.forged for one in heard)):
         say(f"not signed by those that it names, and left out: {' '.join(map(short, sorted(forged)))}")
     return told

@@ -34,7 +34,7 @@ AT_ONCE = 4
 JUDGES = 2
 """A peer is left alone when so many say that its answer is wrong: one of them may lie."""
 MAX_ASKED, BUSY_S = 8, 0.1
-"""Who audits as much as it can is asked again after the others: strange answers come many at a time."""
+"""One that audits as much as it can is asked again after the others: strange answers come many at a time."""
 
 
 class AuditCaller:

@@ -7,7 +7,7 @@
     compares    one answer of each member with what its caller got (trainers do that of stage 0)
     tells       the stage of one that added something else: its replicas look at what it adds next
 
-Nobody is left out on its word alone, and nothing waits for it. Knows ports only.
+No peer is left out on its word alone, and nothing waits for it. Knows ports only.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Auditor:
         self._device, self._stages, self._build, self._emit = device, stages, build, emit
         self._voices = Voices(run, transport.signer, directory)
         self._gave_alone: dict[Stage, Collection[PeerId]] = {}
-        """Who gave a state last that no other gave: next time another one is asked."""
+        """The peers that gave a state last that no other gave: next time another one is asked."""
         self._last: dict[PeerId, int] = {}
         """The step of which each was audited."""
         self._said: dict[Stage, str] = {}
@@ -85,7 +85,7 @@ class Auditor:
         self.audited = 0
         """Contributions that were computed again."""
         self.found: set[PeerId] = set()
-        """Who added, or answered, something else than its microbatches give."""
+        """The peers that added, or answered, something else than their microbatches give."""
 
     async def run(self) -> None:
         """Audit until `leave`, or until the run is complete."""

@@ -1,9 +1,9 @@
 """Replicas compute again what others of their stage contributed to a step: all microbatches of one of them.
 
 An answer that is true shows that a peer computed, not that it added; a sum that is true does not show what it
-sent on, which is compared as well. Each replica believes only what it computed itself. Who finds a lie first
-tells the others, which look at the next contribution, and looks itself once more before it leaves the liar
-out: left out sooner, it would have nothing to show to the others. Whom to audit, and when:
+sent on, which is compared as well. Each replica believes only what it computed itself. The first to find a
+lie tells the others, which look at the next contribution, and looks itself once more before it leaves the
+liar out: left out sooner, it would have nothing to show to the others. Which ones to audit, and when:
 docs/decisions/audits.md.
 """
 
@@ -38,7 +38,7 @@ from swarm.protocol.sums import Projected
 from swarm.wire.evidence import WrongContribution
 
 SHARE = 0.005
-"""Of all (replica, step) that are computed again by chance, whoever audits."""
+"""Of all (replica, step) that are computed again by chance, by all auditors together."""
 SHOW_S = 5.0
 """The round waits so long for the chunk that is compared."""
 CHUNKS = 3
@@ -55,7 +55,7 @@ class Counted(NamedTuple):
     false: list[Microbatch]
     """Those of which something else was sent on."""
     kept_by: set[PeerId]
-    """Who showed them."""
+    """The replicas that showed them."""
 
 
 async def count_again(

@@ -144,10 +144,10 @@ class Convictions(Verdicts):
         if evidence.accused in self.convicted:
             return Answer(pack(Heard()))
         if self._directory.find(evidence.accused) is None:
-            raise Refused(f"nobody knows peer {short(evidence.accused)}")
+            raise Refused(f"no peer here knows {short(evidence.accused)}")
         teller, between = request.peer, self._is_between_two(request.peer, evidence)
         if teller == evidence.accused:  # it may show to one what it hides from the others
-            raise Refused("nobody is heard against itself")
+            raise Refused("no peer is heard against itself")
         if not request.body_sizes and not isinstance(evidence, FalseContribution):
             asks = Answer(pack(Heard(asks=True)))
             return asks if between else await self._hear(teller, evidence, [], between)
@@ -230,8 +230,8 @@ class Referee:
     """What a peer does about disputes of a neighbouring stage, where of two replicas one lies.
 
     Only replicas have the weights to judge with, and others believe what most of a stage says. Where the word
-    of two counts, that is nobody. So each peer of the stages around takes the weights, which both have to
-    give alike, computes the answer on its CPU, and believes what it finds.
+    of two counts, there is no such majority. So each peer of the stages around takes the weights, which both
+    have to give alike, computes the answer on its CPU, and believes what it finds.
     """
 
     def __init__(self, run: Run, transport: Transport) -> None:

@@ -28,9 +28,9 @@ from swarm.wire.receipts import is_receipt
 KEPT_S = 10.0
 """Limit for what another replica shows of a microbatch."""
 MAX_GIVEN = 8
-"""Microbatches that one peer reads at once: who audits a sum fetches four, and computes two answers again."""
+"""Microbatches that one peer reads at once: the audit of a sum takes four, and two answers besides."""
 MAX_GIVEN_TO_STRANGERS = 64
-"""That all without voice read at once, however many they are. At first nobody has voice: some audit then."""
+"""That all without voice read at once, however many they are. At first no peer has voice: some audit then."""
 
 
 class Shown(NamedTuple):
@@ -83,15 +83,15 @@ class KeptWork:
         What it was sent at stage 0 a trainer's ticket names instead.
 
         Raises:
-            Refused: nobody signed it.
+            Refused: no peer signed it.
         """
         run, stage, told, signer = self._run, self._stage, shown.told, self._transport.signer
         work = told.work
         if work is None or (work.t, work.m) != mb:
-            raise Refused(f"nobody asked for {mb}")
+            raise Refused(f"no peer asked for {mb}")
         check_ticket(signer, run, work)
         if not was_fed(signer, run, stage, peer, told.caller, work, digest(shown.forth)):
-            raise Refused(f"nobody sent these inputs of {mb}")
+            raise Refused(f"no peer sent these inputs of {mb}")
         feeder = [(told.caller, stage - 1)] if stage else []
         return [*feeder, *self.answered_by(mb, shown)]
 
@@ -99,7 +99,7 @@ class KeptWork:
         """The one that signed the gradients; at the last stage there is none.
 
         Raises:
-            Refused: nobody signed them.
+            Refused: no peer signed them.
         """
         run, stage, told, signer = self._run, self._stage, shown.told, self._transport.signer
         hop, is_last, back = told.next, stage == run.S - 1, digest(shown.back)
@@ -107,9 +107,9 @@ class KeptWork:
             return []
         receipt = None if hop is None else hop.receipt
         if hop is None or receipt is None or receipt.input_grads != back or is_last:
-            raise Refused(f"nobody answered this gradient of {mb}")
+            raise Refused(f"no peer answered this gradient of {mb}")
         if not is_receipt(signer, hop.peer, run.id, stage + 1, mb, told.loss, receipt):
-            raise Refused(f"the gradient of {mb} is not signed by whom it should be")
+            raise Refused(f"the gradient of {mb} is not signed by the peer that answered it")
         return [(hop.peer, stage + 1)]
 
     async def is_known(self, peer: PeerId, stage: Stage) -> bool:

@@ -64,7 +64,7 @@ class TranscriptRecorder:
         self._file = file
         self._said = ""
         self._turn = 0
-        """Which replica of each stage is asked whom it convicted."""
+        """Which replica of each stage is asked which peers it convicted."""
         self._tried = Counter[PeerId]()
         self._dice = random.Random(transport.peer_id)
 

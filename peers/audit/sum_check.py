@@ -57,7 +57,7 @@ class SumCheck:
         """Of this member's contribution to each part, once it has committed."""
         self._signed: list[Contribution] = []
         self._taken: dict[PeerId, tuple[PartProof, Contribution]] = {}
-        """As an owner: who contributes what."""
+        """As an owner: what each member contributes."""
         self._samples: dict[PeerId, list[torch.Tensor]] = {}
         """As an owner: some elements of each contribution."""
         self._made: dict[int, bytes] = {}

@@ -121,7 +121,7 @@ class SumAudits:
 
         Raises:
             Withheld: a member did not say within `limit_s` what it has to.
-            SwarmError: `reduced` is not that. Who was shown to lie is left out from now on.
+            SwarmError: `reduced` is not that. A member that was shown to lie is left out from now on.
         """
         check.limit_s, me = limit_s, self._transport.peer_id
         check.agree()

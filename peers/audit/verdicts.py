@@ -53,7 +53,7 @@ class Verdicts:
 
     def trusted(self, directory: Directory) -> Directory:
         """A directory without them."""
-        convicted = self.convicted  # who has the view for longer has nothing else of a server that ended
+        convicted = self.convicted  # a view that is kept longer holds nothing else of a server that ended
         return DirectoryView(
             directory, lambda record: None if record.peer in convicted else record, lambda: len(convicted)
         )

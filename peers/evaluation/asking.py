@@ -1,6 +1,6 @@
 """A trainer's part in an evaluation: its samples through the stages, before a step begins.
 
-Nobody signs what an evaluation comes to, and nobody audits it. So in a run that names its trainers a loss
+What an evaluation comes to is neither signed nor audited. So in a run that names its trainers a loss
 counts once two routes say it that share no peer, but where a stage has one alone whose word counts.
 """
 
@@ -27,8 +27,8 @@ AT_ONCE = 8
 """Microbatches of an evaluation in flight."""
 TELL_S = 5.0
 LEAST_S, TIMES_EXPECTED, UNKNOWN_S = 30.0, 3.0, 300.0
-"""An evaluation may take three times what so many microbatches of training take, and is given up then: who
-answers those and no others holds the run up no longer."""
+"""An evaluation may take three times what so many microbatches of training take, and is given up then: a peer
+that answers those and no others holds the run up no longer."""
 TRIES = 4
 """A call may take that part of this time."""
 LAST_S = 120.0

@@ -40,7 +40,7 @@ class IslandTrainers:
         ]  # fmt: skip
         for trainer in self.trainers:  # an island may be lost as long as another one is not done
             trainer.may_end = lambda: all(one.is_done for one in self.trainers)
-            self.trainers[-1].verdicts.of_runs |= trainer.verdicts.of_runs  # it is who hears for all
+            self.trainers[-1].verdicts.of_runs |= trainer.verdicts.of_runs  # the last one hears for all
 
     async def run(self) -> None:
         """Train. Raises as `Trainer.run`: then no island is trained any more."""

@@ -43,7 +43,7 @@ LONG_QUEUE_S = 1.0
 """The line carries less than before, whatever it carried."""
 OBSERVED_EVERY_S = 0.25
 IDLE_S = 2.0
-"""Observations further apart say nothing: it was we who sent nothing."""
+"""Observations further apart say nothing: this peer sent nothing between them."""
 OBSERVATIONS = 40
 """That in which most arrived tells what the line carries."""
 LATEST = 8
@@ -181,8 +181,8 @@ UNPACKED_BYTES = 64
 UNPACKED_OF_ALL_PER_S = 1.5 * CONTROL_BYTES_PER_S
 """Of all callers but those that are wanted: three quarters of a core, 96 MiB a second."""
 CALL_BYTES, HEADER_SHARE, LEAST_REST_S = 1024, 8, 0.02
-"""Of who did no work lately a call costs so much more, as a forged ticket takes 0.3 ms, and a header so small
-a part: 1,200 calls a second of all together. Less that they owe lets none rest: that takes longer."""
+"""A call of a peer without recent work costs so much more, as a forged ticket takes 0.3 ms, and a header so
+small a part: 1,200 calls a second of all together. Less that they owe lets none rest: that takes longer."""
 OWN_PER_S, OWN_AT_ONCE = 4096.0, 16384.0
 """Of that each has so much for itself, whatever a crowd owes: three short calls a second. Replicas of stages
 that are no neighbours give each other no bodies, but once a second they tell how far their stages are."""
@@ -206,7 +206,7 @@ UNREAD_BYTES_OF_ALL = 512 << 20
 CROWDED = 2
 """Where less than this part of it is left ..."""
 UNREAD_REST_S = 30.0
-"""... who took nothing of an answer and left it gets none for so long."""
+"""A caller that took nothing of an answer and left it gets none for so long."""
 
 
 class Allowance:

@@ -47,7 +47,7 @@ _BOTH_HEAR = frozenset({Kind.PING, Kind.PONG})
 _MAX_OPENING_BYTES = 64 * 1024
 """Of p2pd's message that opens a stream."""
 LEFT_S = 1.0
-"""Who gives up what is sent to it, and took nothing for so long, had us hold it for nothing."""
+"""A peer that gives up what is sent to it, and took nothing for so long, had us hold it for nothing."""
 MAX_WAITING = 4 * frames.MAX_PENDING
 """Frames for a peer that takes no bytes: four for each call that it may have pending."""
 MAX_PARTS, NEXT_TURN_S = 64, 1e-6
@@ -301,7 +301,7 @@ class Connection(asyncio.Protocol):
         if not self.over and not self._finished:
             self.outbox.frames.append(frame)
             if self._paused_since is not None and len(self.outbox.frames) > MAX_WAITING:
-                # Later: whoever sends this may be about to wait for what the end of the link ends.
+                # Later: the sender of this may be about to wait for what the end of the link ends.
                 self._loop.call_soon(self.fail, PeerSilent(self.peer, "took no bytes of too many frames"))
             if body is not None and body.left:
                 self.outbox.add(body)
@@ -361,7 +361,7 @@ class Connection(asyncio.Protocol):
         now = self._loop.time()
         late, self._ticker = now - self._tick_at, None
         if late > self.timings.tick_s:
-            # It was us who slept (a busy loop, a stopped process): bytes may be waiting to be read.
+            # This process slept (a busy loop, a stop signal): bytes may be waiting to be read.
             self.last_byte_at = min(now, self.last_byte_at + late)
             if self._paused_since is not None:
                 self._paused_since = min(now, self._paused_since + late)

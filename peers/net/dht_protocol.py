@@ -50,7 +50,7 @@ MAX_SUBKEYS = 2048
 """Under one key: eight times what `lookup.Scale` puts there, and a thousand strangers' besides."""
 MAX_OF_ONE, MAX_SIGNED_BY_ONE = 8, 64
 """Records of one identity, which is under 4 keys of its stage, and after a move of the last one; and what it
-signed besides, manifests and charters: anybody may store those of its former runs again."""
+signed besides, manifests and charters: any peer may store those of its former runs again."""
 STORED_PER_S = 2.0
 STORED_AT_ONCE = 128.0
 """Values that one peer may offer: each costs the check of a signature, 0.1 ms. Its record is renewed under 4
@@ -59,7 +59,7 @@ GIVEN_SHARE = 4
 """Of the places that are left: so large a part one may have taken for what it hands on, or a single one."""
 LOOKED_THROUGH_PER_S = 32768.0
 LOOKED_THROUGH_AT_ONCE = 10 * LOOKED_THROUGH_PER_S
-"""Entries that one peer may have a node look through, 2.6 µs each. Who works for a run asks one node at most
+"""Entries that one peer may have a node look through, 2.6 µs each. A peer of a run asks one node at most
 three questions in 2 s, each for all that it has at most; and twice for all of it when it joins."""
 CALL_COST, FIND_COST, KNOWN_BYTES_COST, TOLD_BYTES_COST = 50, 48, 1 / 128, 1 / 16
 """As many entries take as much time: of a call, of each key for which nodes near it are found, and of each
@@ -77,7 +77,7 @@ PINGED_AT_ONCE = 100.0
 """Peers that ask and are not known: nodes are those that answer, too."""
 MAX_REACHING = 256
 """Peers that join are called back at a time, each once: a call that waits takes one of 512 places. More are
-believed to be reached: a crowd that does not answer keeps nobody out."""
+believed to be reached: a crowd that does not answer keeps no peer out."""
 REPLICAS = 5
 SEARCH_ROUNDS = 20
 """Each comes nearer by a few bits, but one can make identities that are nearer and nearer without end."""
@@ -349,8 +349,8 @@ class DhtNode:
         self._kept: dict[bytes, dict[str, KeptEntry]] = {}
         self._entries = 0
         self._second_hand: dict[bytes, dict[str, PeerId]] = {}
-        """By key, the subkeys of values that others handed on, and who did. They give way first: where there
-        are none, a full node looks for none."""
+        """By key, the subkeys of values that others handed on, and the giver. They give way first: where
+        there are none, a full node looks for none."""
         self._given: Counter[PeerId] = Counter()
         """How many of those are whose."""
         self._of: Counter[tuple[str, bool]] = Counter()
@@ -420,7 +420,7 @@ class DhtNode:
         first_hand, held = sender == entry.subkey, self._kept.get(key, {})
         offers = self._allowance(sender, STORED_PER_S, STORED_AT_ONCE)
         if not offers.take_if_there(1.0, now=now_s()) or entry.expires <= unix_s():
-            return False  # nor opened: what is over says nothing of who is there, and uses a token
+            return False  # nor opened: what is over says of no peer that it is there, and uses a token
         if (opened := self.check.open(key, entry)) is None:
             return False
         self._expire()
@@ -501,7 +501,7 @@ class DhtNode:
         if now_s() - self._expired_at > 1.0:
             self._expired_at, now = now_s(), unix_s()
             self._drop_those(lambda kept: kept.entry.expires <= now)
-            self._of, self._given = +self._of, +self._given  # forget who has none
+            self._of, self._given = +self._of, +self._given  # forget peers that have none
 
     def entries(self, key: bytes) -> list[Entry]:
         """What is here under a key: first what peers sent themselves, then the others, in any order."""

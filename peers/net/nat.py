@@ -134,7 +134,7 @@ class DialBack:
         _, host, port = await self._seen_at(request.peer)
         self._count(line_of(host))
         why = await self._dial_back(ask, host) if ask.port else "no peer was to be dialled"
-        # To look for these takes 20 ms, and who asks only where it is seen asks again and again.
+        # To look for these takes 20 ms, and a peer that asks only where it is seen asks again and again.
         relays = tuple(dict.fromkeys(filter(is_public, self._relays() if ask.port else ())))[:MAX_TOLD]
         found = Reached(host=host, port=port, reached=not why, why=why, relays=relays, relay=self._is_relay())
         return Answer(pack(found))
@@ -326,7 +326,7 @@ def listening_host(given: str, join: Sequence[str], announce: Sequence[str] = ()
     if given or (not announce and all(map(is_loopback, join))):
         return given or "127.0.0.1"
     kinds = {one[1:].partition("/")[0] for one in (map(to_multiaddr, announce) if announce else join)}
-    if kinds <= {"ip6", "dns6"}:  # where nothing listens nobody is to be sent
+    if kinds <= {"ip6", "dns6"}:  # no peer is to be sent where nothing listens
         return "::"
     return "0.0.0.0" if announce or kinds <= {"ip4", "dns4"} else everywhere()
 
@@ -347,7 +347,7 @@ async def settled(
     if reach == "public" or options.announce or not join:
         return replace(options, reachable=True), ""
     found = await find_reach(options, join, hidden=reach == "relay")
-    if found.kind == "unknown":  # who is busy for a moment is not to have us announce what nobody can dial
+    if found.kind == "unknown":  # a peer that is busy for a moment must not have us announce a dead address
         found = await find_reach(options, join, hidden=reach == "relay")
     words = in_words(found)
     if reach == "auto" and found.kind == "unknown":

@@ -108,7 +108,7 @@ class Node:
         self._join = tuple(join)
         self.run_id = run_id
         self.door = Doorkeeper()
-        """Who is admitted; the transport and the directory ask it."""
+        """Decides which peers are admitted; the transport and the directory ask it."""
         self._charters = charters
         self._timings, self._deaths = timings, Deaths(timings.revivals)
         self._reviving: asyncio.Task[None] | None = None
@@ -405,7 +405,7 @@ class Node:
         assert self.run_id is not None
         return await self.directory.fetch_manifest(self.run_id)
 
-    # -- who and where --------------------------------------------------------------------------
+    # -- id and addresses -----------------------------------------------------------------------
 
     @property
     def peer_id(self) -> PeerId:

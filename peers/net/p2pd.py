@@ -96,7 +96,7 @@ class DaemonOptions:
     reachable: bool | None = None
     """Whether others can dial us; None: p2pd finds out, which takes minutes and several public peers."""
     outside: str = ""
-    """Where a router that keeps ports shows us, if nobody can dial us."""
+    """Where a router that keeps ports shows us, if others cannot dial us."""
     relays: tuple[str, ...] = ()
     """Multiaddrs of peers, ending in `/p2p/<id>`, through which others reach us if they cannot dial us."""
     be_relay: bool = False
@@ -190,7 +190,7 @@ class Daemon:
         self.addresses: tuple[str, ...] = ()
         """Multiaddrs that p2pd listens on, without the peer id; known once it is ready."""
         self.on_death: Callable[[], None] | None = None
-        """Called in the loop when p2pd ends although nobody asked it to."""
+        """Called in the loop when p2pd ends although it was not asked to."""
         self.identity_path = identity_path
         self._identity_path = identity_path or self.directory / "identity"
         self._config_path = self.directory / "p2pd.json"
@@ -280,7 +280,7 @@ class Daemon:
             "idleTimeout": "60s",
         }
         if not flags["relay"]:
-            # No flag turns off that p2pd relays 128 kB for anybody, for which it reads a table (0.37 s
+            # No flag turns off that p2pd relays 128 kB for any peer, for which it reads a table (0.37 s
             # of a core, 31 MB). Relayed peers are dialled anyway.
             flags["f"] = self._config_path
         if options.announce:

@@ -172,7 +172,7 @@ def _manifest_to_sign(run_id: str) -> bytes:
 
 def open_manifest(data: bytes, owner: PeerId) -> tuple[str, str]:
     """(run id, text) of a manifest stored under subkey `owner`, which is the canonical one of that id or
-    none at all. It is not parsed: that takes up to a second, and who asks for an id knows what is worth it.
+    none at all. It is not parsed: that takes up to a second, and the asker of an id knows what is worth it.
 
     Raises:
         Refused: oversized, malformed, or not signed by an owner that it names.

@@ -117,7 +117,7 @@ def run_init(options: tool_options.InitOptions) -> None:
     if code:  # whether they trust the owner with it is theirs to say
         print(f"For its code each of them needs the package that it is in, and at the end of that line{code}")
     if not (is_audited(run) and run.adds_exactly):  # see docs/threats.md
-        print("Who lies in it nobody finds: it adds floats, or its codecs leave numbers out. Know them all")
+        print("No liar in it is found: it adds floats, or its codecs leave numbers out. Know its peers")
     elif run.cells == run.S:
         print(f"If you like, audit:\n    {program()} audit @join.txt --identity {here}/auditor.key{code}")
     if options.peers == "token":

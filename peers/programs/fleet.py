@@ -118,7 +118,7 @@ class Child:
                 continue
             if not line:
                 return
-            with contextlib.suppress(OSError):  # nobody reads it on: the child is not to wait for that
+            with contextlib.suppress(OSError):  # if it is not read on: the child is not to wait for that
                 self._hear(self, line.decode(errors="replace").rstrip("\n"))
 
 

@@ -45,7 +45,7 @@ SEARCHES = 3
 """At most, where codecs are chosen too: the best layout for what they leave to send is another one."""
 SERVE = ("joining", "serving")
 WORTH = 0.02
-"""Who compresses more than that must win more than this part of a step."""
+"""A codec that compresses more must win more than this part of a step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +75,7 @@ async def run_plan(options: PlanOptions) -> None:
 
     Raises:
         SetupError: a file that cannot be read or says what cannot be; fewer devices than stages; a stage that
-            fits no device; a run that nobody knows, or whose peers have not measured their speed.
+            fits no device; a run that no peer knows, or whose peers have not measured their speed.
     """
     if options.run:
         if options.manifest or options.devices:
@@ -167,12 +167,12 @@ def measured(run: Run, seen: Observation | Network, job: StepWork) -> tuple[Netw
     if isinstance(seen, Network):
         return seen, [], ""
     there = {r.peer: r for r in seen.records if r.state in SERVE and 0 <= r.stage < run.cells}
-    if seen.voice:  # anybody announces thousands, for which one would search for hours
+    if seen.voice:  # a stranger announces thousands, for which one would search for hours
         known = seen.voice.keys() | {status.peer for status in seen.statuses}
         there = {peer: record for peer, record in there.items() if peer in known}
     serving = [record for peer, record in there.items() if peer not in seen.silent]
     if not serving:
-        raise SetupError("nobody serves the run now: there is nobody to plan for")
+        raise SetupError("no peer serves the run now, so there is nothing to plan for")
     # A microbatch is a forward and a backward of its stage.
     flops = [(1 + BACKWARD_FORWARDS) * forward for forward in job.forward_flops]
     machines = [

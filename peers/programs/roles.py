@@ -117,7 +117,7 @@ class Networked(Generic[OptionsT]):
                 names += f" and {count(more, 'more cell')}" if more > 0 else ""
             allowed = "".join(f" --allow-code {shlex.quote(word)}" for word in options.allow_code)
             self._note(
-                f"the run waits for {count(len(missing), 'more peer')}: nobody serves {names} yet. "
+                f"the run waits for {count(len(missing), 'more peer')}: no peer serves {names} yet. "
                 f"Start {'one for each' if missing[1:] else 'it'}, here or elsewhere:\n"
                 f"    {start_line('peer', options.run, options.join[0])}{allowed}"
             )
@@ -202,7 +202,7 @@ class Bootstrap(Networked[arg.BootstrapOptions]):
         if run.admission.trainers:  # no other key may train; swarm init puts one beside the owner's
             key = Path(TRAINER_KEY) if options.identity is None else options.identity.with_name(TRAINER_KEY)
             train += f" --identity {shlex.quote(str(key))}"
-        code = allowing(run.code)  # it is the owner who starts these
+        code = allowing(run.code)  # the owner starts these
         train = f"{train}{as_given(options, *TRAINED_ON)}{code}"
         others = (train, f"{begins} keeper {joined} --dir ckpt{code}", f"{begins} dashboard {joined}")
         line, local = f"{begins} peer {shlex.join(words)}", is_loopback(words[-1])
@@ -217,7 +217,7 @@ class Bootstrap(Networked[arg.BootstrapOptions]):
                 if key is not None and read_charter(made := key.with_name("charter"))[0].run == run.id:
                     raise SetupError(f"{made} lies beside the key: give it as --charter, or all are admitted")
             if charters.charter is None:
-                self._note("without --charter everybody who has the manifest's id is admitted")
+                self._note("without --charter every peer that has the manifest's id is admitted")
             return
         try:
             await charters.offer(*read_charter(path))

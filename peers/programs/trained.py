@@ -242,7 +242,7 @@ def run_generate(options: GenerateOptions) -> None:
     how = options.tokens, options.temperature, options.seed, device
     with Bar("generating", options.tokens, unit="tokens") as bar:
         more = generate(model.run, model.by_name, prompt, *how, progress=bar)
-    print(options.prompt + printable(tokenizer.decode(more)))  # whoever trained it chose what it says
+    print(options.prompt + printable(tokenizer.decode(more)))  # those that trained it chose what it says
 
 
 def _model(options: ModelOptions) -> Weights:

@@ -79,7 +79,7 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
     why = why_not_exact(told, device)
     with open_scratch(options.scratch) as scratch:
         terms: dict[str, Any] = {"version": first, "state": start, "scratch": scratch}
-        if why and run.adds_exactly:  # who names another kind has nothing compared less closely by that alone
+        if why and run.adds_exactly:  # another kind that was named makes no comparison less close by itself
             again = SingleProcess(run, data.batch, device, **terms)
             each = (told.by_step.get(t, []) for t in range(first, last))
             with Bar("comparing bits", much_of(run, first, last), unit="microbatches") as bar:
@@ -145,8 +145,8 @@ HINT = (
     "and the next one."
 )
 MEETING_HINT = (
-    "At a meeting each island takes what all have changed of a stage. Who signed another change made it up. "
-    "Who signed other weights made those up, or took what another island gave and had not signed."
+    "At a meeting each island takes what all have changed of a stage. A signer of another change made it up. "
+    "One that signed other weights made those up, or took what another island gave and had not signed."
 )
 
 

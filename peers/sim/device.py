@@ -1,6 +1,6 @@
 """A device of a simulated peer: one job at a time, each of which takes a while of virtual time.
 
-What a job changes is changed at one moment of its time; those who wait for it hear of it at its end.
+What a job changes is changed at one moment of its time; what waits for it hears of it at its end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Job:
     work: Callable[[], Any]
     result: asyncio.Future[Any]
     tell: Callable[[], None] | None = None
-    """Gives its result to the one who waits for it."""
+    """Gives its result to the task that waits for it."""
     worked: bool = False
     lasts_s: float = 0.0
 
@@ -118,7 +118,7 @@ class SimDevice:
                 raise torch.AcceleratorError("the device died")
             with self.books if job.rank == Rank.STEP else contextlib.nullcontext():
                 job.tell = partial(job.result.set_result, job.work())
-        except Exception as error:  # noqa: BLE001  whoever awaits the job gets it
+        except Exception as error:  # noqa: BLE001  the task that awaits the job gets it
             job.tell = partial(job.result.set_exception, error)
             if isinstance(error, torch.AcceleratorError):
                 self.failure = error

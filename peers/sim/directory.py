@@ -38,7 +38,7 @@ class Dht(msgspec.Struct, dict=True):
     entries: dict[PeerId, Announced] = {}
     pictures: list[SimDirectory] = []
     cut_off: set[PeerId] = set()
-    """Processes that reach nobody of the DHT."""
+    """Processes that reach no node of the DHT."""
 
     def put(self, record: PeerRecord, life_s: float = LIFE_S) -> None:
         """Keep a record, and let each picture have it after its own lag."""

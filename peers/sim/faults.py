@@ -194,7 +194,7 @@ def cut(swarm: Swarm, fault: Fault, *, one_way: bool = False) -> bool:
     side, forgotten = _side(swarm, fault), not one_way and int(1000 * fault.which) % 2 == 1
     if not side:
         return False
-    how = "reach nobody of the rest" if one_way else "are cut off" + " and forgotten" * forgotten
+    how = "reach none of the rest" if one_way else "are cut off" + " and forgotten" * forgotten
     swarm.say(f"*** {', '.join(sorted(side))} {how} for {fault.lasts_s:.1f} s")
     number = swarm.network.cut(side, one_way=one_way)
     if forgotten:
@@ -217,7 +217,7 @@ def cut_off(swarm: Swarm, fault: Fault) -> bool:
     side = _side(swarm, fault)
     if not side:
         return False
-    swarm.say(f"*** {', '.join(sorted(side))} reach nobody of the DHT for {fault.lasts_s:.1f} s")
+    swarm.say(f"*** {', '.join(sorted(side))} reach no node of the DHT for {fault.lasts_s:.1f} s")
     _cut_off(swarm, side, fault.lasts_s)
     return True
 

@@ -319,7 +319,7 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
                 return
             try:
                 value = func(*args)
-            except Exception as error:  # noqa: BLE001  the one who awaits it gets it
+            except Exception as error:  # noqa: BLE001  the task that awaits it gets it
                 result.set_exception(error)
             else:
                 result.set_result(value)

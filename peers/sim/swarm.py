@@ -348,7 +348,7 @@ class Swarm:
 
     def kill(self, member: Member, *, quietly: bool = False) -> None:
         """End a process; `quietly`: no other process is told."""
-        told = ", and nobody is told" if quietly else ""
+        told = ", and no other is told" if quietly else ""
         of = f" of stage {member.stage}" if isinstance(member, PeerMember) else ""
         self.say(f"*** {member.name}{of} dies{told}")
         self.network.kill(member.name, quietly=quietly)

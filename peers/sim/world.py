@@ -71,7 +71,7 @@ class World:
         with ExitStack() as stack:
             stack.enter_context(patch.object(fault_points, "on_point", swarm.pass_point))
             stack.enter_context(patch.object(Verdicts, "leave_out", swarm.convicts))
-            # Who pauses collects what is on the device. Here that would be most of the time.
+            # A peer that pauses collects garbage of the device. Here that would be most of the time.
             stack.enter_context(swarm.disks.in_use())
             if swarm.setting.crowd:
                 stack.enter_context(patch.object(all_reduce, "SMALL_CHUNK_ELEMENTS", 1))

@@ -60,7 +60,7 @@ class RoundAborted(SwarmError):
     """This round will not complete; nothing was changed. The text says why.
 
     `by`: the replicas that sent nothing to this one, as it saw itself. An owner that does not answer may wait
-    for another that gave it nothing: nobody is to blame for that.
+    for another that gave it nothing: neither is to blame for that.
     """
 
     code = "void"
@@ -218,7 +218,7 @@ class AllReduce:
 
         Args:
             gave_all: where sums are checked, called before others can have the result by this replica.
-            wait: told for whom the round waits, and how long; says who is not waited for any longer.
+            wait: told which members the round waits for, and how long; says which are waited for no longer.
 
         Returns:
             The `value` of the answers for the sum over all of them, in a fresh tensor, and its description.

@@ -199,7 +199,7 @@ class MicrobatchServer:
 
     def _is_fed_otherwise(self, work: Work, kept: KeptMicrobatch) -> bool:
         """Whether the inputs of a microbatch are not those that it is kept with, which may have come from a
-        liar; what other devices compute differs as well. Or it has a liar's work, which nobody counts.
+        liar; what other devices compute differs as well. Or it has a liar's work, which does not count.
         """
         fed_otherwise = self._is_audited and kept.inputs_digest not in (b"", signed_inputs(work))
         return fed_otherwise or not self._core.convicted.isdisjoint(kept.by)
@@ -443,7 +443,7 @@ class MicrobatchServer:
         also what its neighbours are judged by.
         """
         m, seen = found.mb.m, seen_in(found) if self._neighbours else None
-        true = self._core.convicted.isdisjoint(kept.by)  # who was shown to lie while this was under way
+        true = self._core.convicted.isdisjoint(kept.by)  # some were shown to lie while this was under way
         with self._core.device.books:
             if true and found.terms_wanted and step.may_add(m, now=now_s()):
                 try:

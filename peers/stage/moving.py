@@ -77,7 +77,7 @@ class Moving:
             return False
         voice = self._core.voice()
         if voice and voice.keys().isdisjoint(verdict.stay):
-            return False  # what those say of their speed nobody has seen
+            return False  # what those say of their speed was not seen by others
         self.going = True  # as in `move`
         going = {r.peer for r in self._core.replicas()}.difference(verdict.stay)
         if await self._may_go(going=going):

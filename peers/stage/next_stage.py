@@ -20,7 +20,7 @@ from swarm.records import PeerRecord
 from swarm.wire.messages import Work, WorkDone, with_latency
 
 Answered = tuple[PeerId, WorkDone, Answer]
-"""By whom, and what."""
+"""The peer that answered, and what."""
 Said: TypeAlias = dict[PeerId, SwarmError | None]
 """Those that are asked for a microbatch again only if no other can be, and why: what each said; None: that
 its answer did not count, or is late."""

@@ -22,9 +22,9 @@ from swarm.wire.codec import Encoded
 from swarm.wire.messages import LedgerCounts, Work, WorkDone
 
 HOLD_S = LOST_AFTER_S
-"""What was taken out, since another replica has it, is not added again for so long: else who feeds it to all
-of them, again and again, has the step never end. Twice as long each time that it came back sooner than what a
-stage lacks."""
+"""What was taken out, since another replica has it, is not added again for so long: else a peer that feeds it
+to all of them, again and again, has the step never end. Twice as long each time that it came back sooner than
+what a stage lacks."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class KeptMicrobatch:
     outputs: Sequence[Encoded] = ()
     """What was sent on, for audits; nothing at the last stage, and where answers are not audited."""
     asked: tuple[PeerId, Work] | None = None
-    """Who sent the inputs, and what it signed, to be asked for later; None: answers are not audited."""
+    """The sender of the inputs, and what it signed, to be asked for later; None: answers are not audited."""
     since_s: float = field(default_factory=now_s)
     """When it was computed, or passed on last."""
 
@@ -100,7 +100,7 @@ class OpenStep(ReplicaStep):
         self.doubted = False
         """A liar was convicted since: other stages may find something else of those weights by now."""
         self.getting: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Who holds one gets what that island has changed, at a meeting."""
+        """The holder of one gets what that island has changed, at a meeting."""
         self.added_up = asyncio.Event()
         """At a meeting: the sum of the part that is this island's is there."""
         self.whole: torch.Tensor | None = None

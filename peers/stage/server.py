@@ -224,7 +224,7 @@ class StagePeer:
         self.has_joined = core.joined = True
         if self._run.admission.named:
             self.actions.tasks.create_task(self.convictions.keep_asking())
-        await core.open_steps()  # they are: who waits for them is told. From now on others may have it change
+        await core.open_steps()  # they are: waiting calls are told. From now on others may change it
 
     async def _tell_of_no_trainer(self) -> None:
         """Say so once, if no trainer has come some time after this peer, and after stage 0, which knows."""

@@ -247,7 +247,7 @@ class StageCore:
                 try:
                     self.compute.subtract(Microbatch(step.t, m), kept.inputs, kept.grads_out)
                 except Exception as error:
-                    if later or isinstance(error, SumLost):  # nobody would tell it again to take that out
+                    if later or isinstance(error, SumLost):  # it would not be told again to take that out
                         self.compute.sums.of(step.t).zero_()
                         step.drop()
                     raise
@@ -334,7 +334,7 @@ class StageCore:
             await self.device.run(Rank.STEP, t, job, *args)
         except Exception as error:
             if isinstance(error, SwarmError) or not self.joined:
-                raise  # nothing was changed, or nobody has it yet
+                raise  # nothing was changed, or no other has it yet
             self.joined, self.device.failure = False, error
             raise SetupError(f"the weights of stage {self.stage} are lost here: {error}") from error
 

@@ -35,7 +35,7 @@ GATHER_S = 2.5
 """Replicas that have the result answer at once; others hold the question for 2 s."""
 RENEW_S = 5.0
 FEWEST_OF_MANY = 3
-"""Of two that contradict each other nobody knows who lies."""
+"""Of two that contradict each other it is not known which one lies."""
 ALONE_S = 20.0
 """From its first answer on. Replicas of a stage have its result within moments of each other, but for those
 that are left out, or come back."""
@@ -100,7 +100,7 @@ class TiedWeights:
     async def renew(self, step: OpenStep, commit: Commit) -> None:
         """Before a step is taken: have what other stages take it with, if a liar was convicted since. They
         may have taken its work out after they gave it. If they give nothing now, what they gave counts."""
-        asks = step.doubted and not self._core.run.meets_at(step.t)  # nobody's work is in a meeting
+        asks = step.doubted and not self._core.run.meets_at(step.t)  # a meeting has no peer's work in it
         if asks and step.reduced is not None and step.prepared is not None:
             with contextlib.suppress(SwarmError, asyncio.TimeoutError):
                 await within(self.hold(step, step.reduced, step.prepared, commit), RENEW_S)

@@ -98,7 +98,7 @@ class Blocks:
         """Block -> its Merkle node. Raises SetupError: the tree of the index is damaged."""
         self.node(0)
         self.others: Others | None = None
-        """Who is asked for what no address has."""
+        """The peers that are asked for what no address has."""
         self._inside_again = lru_cache(maxsize=32)(self._levels)
         self._locks = [threading.Lock() for _ in range(64)]
         self._resting: dict[str, float] = {}

@@ -142,7 +142,7 @@ class TranscriptWriter:
         """The version up to which the steps of each stage are in it; of a run with islands, of each cell."""
         self.charter = b""
         self.convicted: dict[PeerId, int] = {}
-        """Against whom there is evidence in it, and how many replicas judged that."""
+        """The peers against which there is evidence in it, and how many replicas judged that."""
         self._size = 0
 
     def append(self, entries: Sequence[Entry] = ()) -> None:

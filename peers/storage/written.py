@@ -4,7 +4,7 @@
     NAME/model.safetensors      weights, buffers and constants by full name
     NAME/samples.safetensors    an array for each input of the model
 
-Only who has data needs the last one.
+Only those that have data need the last one.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class RunWatch:
     _asked_at, _reached = -math.inf, Position()
     """When the peers of all stages bore that out last, and what they had reached."""
     _peer: PeerId | None = None
-    """Who is watched."""
+    """The peer that is watched."""
     _seen, _doubted = -1, False
     """The newest revision of its picture, and whether others do not bear that out."""
 

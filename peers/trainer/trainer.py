@@ -132,9 +132,9 @@ class Trainer:
         """In flight, with the step that each belongs to."""
         self._attempts = Counter[Microbatch]()
         self._refusals: dict[Microbatch | None, dict[PeerId, Refused]] = {}
-        """By whom a microbatch is refused; None: this trainer, by the charter that they know."""
+        """The peers that refuse a microbatch; None: this trainer, by the charter that they know."""
         self._not_ready: dict[Microbatch, set[PeerId]] = {}
-        """Who has just said so, as one that is left out: others are asked then, be they much slower."""
+        """The peers that have just said so, as if left out: others are asked then, be they much slower."""
         self._past: dict[PeerId, int] = {}
         """Peers of stage 0 that say that a step is over, and the newest such step."""
         self.may_end: Callable[[], bool] = lambda: True
@@ -279,7 +279,7 @@ class Trainer:
 
         lacking = self._not_ready.pop(mb, set())
         try:
-            if item.deepest == 0:  # it was answered, and does not count: by whom it may be told
+            if item.deepest == 0:  # it was answered, and does not count: the answering peers may be told
                 lacking |= self._first.answered_by(mb)
                 await self._first.holders(mb, lacking=True)
             found = self._route(mb, lacking=lacking)
@@ -319,7 +319,7 @@ class Trainer:
 
     def _answered(self, mb: Microbatch, route: Sequence[PeerId], done: WorkDone, took_s: float) -> None:
         t, now, self._ran = mb.t, now_s(), True
-        if t >= self._watch.version:  # else nobody asks for it any more
+        if t >= self._watch.version:  # else it is not asked for any more
             self.losses[mb] = done.loss
         self._todo.finished(mb)
         self._pace.answered(now=now)
@@ -378,7 +378,7 @@ class Trainer:
 
     def _route_of_counted(self, used: Collection[PeerId]) -> list[PeerId]:
         """One peer of each stage whose word counts; none of the `used` ones where there are others."""
-        self._refresh_peers()  # after the last step nothing else looks who has come and gone
+        self._refresh_peers()  # after the last step nothing else looks which peers have come and gone
         without = set[PeerId]()
         for stage in range(self._run.S):
             counted = set(self._voices.counted(stage))
@@ -478,7 +478,7 @@ class Trainer:
         elif stage in self._served and now_s() - self._woke_s < AWAKE_S:
             self._seen.pop(stage, None)  # it is looked at again
         elif stage in self._served and not any(r.state == "leaving" for r in self._directory.at(stage)):
-            self._served.discard(stage)  # who leaves may be about to pause
+            self._served.discard(stage)  # a peer that leaves may be about to pause
             paused = sum(record.state == "paused" for record in self._directory.at(stage))
             waits = f"stage {stage} has only {count(paused, 'paused peer')}: the run waits until one resumes"
             lost = events.StageLost(stage=stage, version=self._watch.version)

@@ -2,8 +2,8 @@
 
     block   AskBlock → Ack + the block's bytes
 
-Who gives a block does not matter, since the index has its Merkle node. Only what is on this machine is given:
-nothing is fetched for others. Who is asked, and in which order: docs/design.md, *Work that is counted*.
+Any peer may give a block, since the index has its Merkle node. Only what is on this machine is given:
+nothing is fetched for others. Which peers are asked, in which order: docs/design.md, *Work that is counted*.
 """
 
 from __future__ import annotations

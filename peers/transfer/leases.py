@@ -40,7 +40,7 @@ REST_S = 30.0
 """A reader that lost its place because it was slow gets no other for so long."""
 NO_PLACE = "others are downloading from this peer"
 MAX_READERS = 4096
-"""That are known of a lease, which a keeper has for as long as its file; who is forgotten is a new one."""
+"""That are known of a lease, which a keeper has for as long as its file; a forgotten one counts as new."""
 
 
 class Snapshot(NamedTuple):

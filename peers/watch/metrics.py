@@ -35,7 +35,7 @@ from peers.storage.atomic_file import as_setup_error
 from swarm.monitoring.health import LEVELS, PeerHealth, SwarmHealth
 
 MAX_AT_ONCE = 16
-"""Connections, each a thread: the oldest makes way. Who reaches the port may open any number, silently."""
+"""Connections, each a thread: the oldest makes way. What reaches the port may open many, silently."""
 
 
 @contextlib.contextmanager

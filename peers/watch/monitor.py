@@ -27,7 +27,7 @@ MAX_ASKED_EACH = 8
 MAX_ASKED = 32
 """At once: those that hang are waited for."""
 MAX_ASKED_ONCE = 256
-"""By one look at a run. Each takes some files, of which a process may open 1024, and who has no work to show
+"""By one look at a run. Each takes some files, of which a process may open 1024, and a peer without work
 may announce any number."""
 VOICED_SHARE = 4
 """Of so many questions one is for those whose word does not count, be they ever so many."""

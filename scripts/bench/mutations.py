@@ -5026,7 +5026,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "follow-into-a-generation-that-cannot-be",
         "swarm/protocol/protocol.py",
-        "            return False  # a stage that there is not tells",
+        "            return False  # a stage that does not exist",
         "            pass  # a stage that there is not tells",
         "One answer of a coordinator ends all steps of a run.",
         ("test_attack",),

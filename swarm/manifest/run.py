@@ -26,7 +26,7 @@ MAX_ROTATIONS = 1 << 28
 whether its stage fits."""
 
 MAX_CELLS = 1 << 16
-"""Stages of all islands together: a record names no more, and who reads them asks for each."""
+"""Stages of all islands together: a record names no more, and its reader asks for each."""
 
 NO_ISLAND = -1
 """The number of a run that is no island of another."""

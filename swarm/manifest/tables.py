@@ -154,7 +154,7 @@ class CustomModelSpec(Spec, section="model"):
     """Always empty; a part of the text that is hashed."""
     digests: tuple[str, ...] = setting(rules.DIGESTS, (), later=True)
     """SHA-256 of what each stage begins with: the code initialises it, and each of its draws has a seed of
-    its own, so that nobody has to make the weights of other stages."""
+    its own, so that no peer has to make the weights of other stages."""
     cut: str = setting(rules.CUT, "")
     """The stage of each operator."""
 
@@ -471,7 +471,7 @@ class AdmissionSpec(Spec, section="admission"):
     """Peer id whose signature the published manifest carries; empty = the hash is enough."""
     trainers: tuple[str, ...] = setting(rules.peers(MAX_TRAINERS), ())
     """Peer ids that may send microbatches, and that vouch for the peers which answer them; empty =
-    everybody sends, and nobody vouches."""
+    any peer may send, and none vouches."""
     founders: tuple[str, ...] = setting(rules.peers(MAX_FOUNDERS), (), later=True)
     """Peer ids whose word counts from the start, as much as 20 steps of work; until trainers have vouched for
     others, theirs alone."""

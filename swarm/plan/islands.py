@@ -71,7 +71,7 @@ def check_cells(network: Network, job: StepWork, islands: IslandLayout) -> None:
         island, stage = divmod(there, job.stages)
         raise SetupError(
             f"{there} devices cannot serve {cells} cells ({islands.count} islands of {job.stages} stages): "
-            f"{cells - there} missing, so nobody serves cell {there} (island {island}, stage {stage})"
+            f"{cells - there} missing, so no peer serves cell {there} (island {island}, stage {stage})"
             f"{' and those after it' if cells - there > 1 else ''}. Bring more, or lower islands.count"
         )
 

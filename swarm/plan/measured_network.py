@@ -125,7 +125,7 @@ def _regions(count: int, rtt_s: Mapping[tuple[int, int], float]) -> list[int]:
     """The region of each machine.
 
     Nearest pairs are joined first, and two groups only if what is known between them is near in the median:
-    one peer between two cities does not make them one. Who has measured nobody near is a region alone.
+    one peer between two cities does not make them one. A peer that measured none near it is a region alone.
     """
     group = list(range(count))
     members: dict[int, list[int]] = {i: [i] for i in range(count)}

@@ -139,7 +139,7 @@ class FairQueue:
         self._works_s: list[float] = []
         """Of measured ones."""
         self._waits_s: list[float] = []
-        """Of those of whom it is known."""
+        """Of the peers for which it is known."""
         self._late: set[PeerId] = set()
         self._changes_seen = -1
         self._backoff_ends_at = float("inf")

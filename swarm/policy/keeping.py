@@ -58,7 +58,7 @@ def borne_out(
 
     What peers with voice `signed`, what one with voice offers, and what most of those without it do: of these
     founders, if there are any or a version is signed. A stranger offers a state that it made up as a version
-    that nobody else has.
+    that no other peer has.
     """
     without = frozenset[PeerId]().union(*offered.values()) - voice.keys()
     told = set(heard(without, dict.fromkeys(founders, 1)))

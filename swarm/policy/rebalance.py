@@ -266,7 +266,7 @@ def _movable(there: Sequence[_Replica], anchors: set[PeerId | None]) -> list[_Re
     return [m for m in there if m.serving and m.movable and m.peer not in anchors]
 
 
-# --- stages that nobody serves ------------------------------------------------------------------------------
+# --- stages without a peer ----------------------------------------------------------------------------------
 
 
 def _rescue(by_stage: list[list[_Replica]], anchors: set[PeerId | None], place: _Named) -> list[Move] | str:

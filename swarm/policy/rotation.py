@@ -1,8 +1,8 @@
 """Which peers coordinate: each in its turn. Pure: times are given by the caller.
 
-Nobody can tell a coordinator that holds a step up from one that others hold up. So replicas of a stage take
-turns: by the number of the step, since only under others it shows how long steps need not take, and by how
-long late steps have lasted, which all see alike: docs/design.md, *What one peer may cost*.
+No replica can tell a coordinator that holds a step up from one that others hold up. So replicas of a stage
+take turns: by the number of the step, since only under others it shows how long steps need not take, and by
+how long late steps have lasted, which all see alike: docs/design.md, *What one peer may cost*.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from swarm.policy.timeouts import TIMES_EXPECTED, AdaptiveTimeout
 TURN_STEPS = 64
 """Steps of a turn; of the first turns fewer, since nothing is known yet."""
 COMPARED = 3
-"""Turns: whoever has two of them, in steps that are in time another has one (`_drawn`)."""
+"""Turns: so many in a row are never all one replica's, while steps are in time (`_drawn`)."""
 LEAST_STEPS = 3
 """A turn of fewer is counted with the next one."""
 LATE_S = 10.0
@@ -36,15 +36,15 @@ FIRST_LATE_S = 30.0
 TURN_S = 25.0
 """A coordinator has so long for late steps before another gets its turn."""
 FIRST_TURN_S = TURN_S / 2
-"""Who had it may hold two rounds up besides, 5 s each. Later turns are longer: there is time to see who does
-that, and to do its work again."""
+"""Its coordinator may hold two rounds up besides, 5 s each. Later turns are longer: there is time to see
+which replica does that, and to do its work again."""
 FIRST_SHARE = 0.3
 """So much of the first step that tells how long steps take counts as usual: it may have waited for a cut."""
 MAX_DOUBLED = 6
 """In its next turn each has twice the time, up to so often: where a step takes long under any coordinator, as
 on busy machines, one is long enough in the end (as the views of Castro and Liskov's PBFT, 1999)."""
 SLEPT_S = 5.0
-"""This peer itself was away for so long: it has not seen who held what up."""
+"""This peer itself was away for so long: it has not seen which peer held what up."""
 TOGETHER_S = 0.5
 """A turn that was over for one, whereupon the step ended, was over for all: they count up to the end of the
 step and so much longer, since they began to at moments that are so near."""

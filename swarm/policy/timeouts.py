@@ -121,7 +121,7 @@ class CallLimits:
         """How long `peer` may take: what is usual, and no more than it may still cost the run.
 
         One that has never answered, or not since it failed, or cost anything in the last steps, has less,
-        since a microbatch that nobody answers holds up its step: twice as long each time, so that one that
+        since a microbatch without an answer holds up its step: twice as long each time, so that one that
         wakes slowly is known in the end, and three times what it took itself. One that was charged has the
         less time the more callers there are, since each learns for itself.
         `serving`: records of the stages that it passes.

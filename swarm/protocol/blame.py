@@ -40,7 +40,7 @@ SEEN_OF_TWO_S = 5.0
 UNSEEN = "-"
 """What it paid for that it may have caused, since it had been seen to cause other waits."""
 TIMES_SEEN = 6.0
-"""Who was seen to cause waits pays for at most so many times as much in all, before it is seen again."""
+"""A replica that was seen to cause waits pays for at most so many times as much, before it is seen again."""
 UNSEEN_S = 8.0
 """Once rounds have waited so long for an unseen cause, the coordinator reduces the next step alone."""
 KEPT_WAITING_S = 10.0
@@ -50,7 +50,7 @@ PREPARED_S = 1.5
 TIMES_ROUND = 3.0
 """A replica that has to fetch the result moves no more bytes than the round did."""
 REPEATED_S = 10.0
-"""Two rounds that somebody holds up take so long."""
+"""Two rounds that a replica holds up take so long."""
 COMPUTED_S = 60.0
 """For a microbatch, before the first one of the run is done."""
 HELD_UP_S = 0.25
@@ -116,7 +116,7 @@ class RoundWaits:
 
     All rounds of a step may wait for as long as the rest of the step takes: a slow line may be worth that
     (`swarm.policy.spares`). What is longer is charged, by each replica for itself, since each coordinates in
-    its turn. If it is not certain who causes a wait, the one waited for is suspected, and all owners pay.
+    its turn. If the cause of a wait is not certain, the one waited for is suspected, and all owners pay.
 
     A round without the replica that is to be left out can only be begun by the coordinator, so the others end
     the present one only if that replica is the coordinator itself.
@@ -164,7 +164,7 @@ class RoundWaits:
 
     def _charge_seen(self, peer: PeerId, new_s: float, late_s: float, now: float, most_s: float) -> bool:
         """Charge a replica that certainly caused `new_s` of waiting, and for what it was suspected of before.
-        Returns whether it is left out: who was seen for `most_s` is.
+        Returns whether it is left out: it is once it was seen for `most_s`.
         """
         suspected, seen_s = SUSPECTED + peer, new_s
         if self._backoff.was_charged(suspected, t=self._t):
@@ -287,8 +287,8 @@ class Blame:
 
         Those are: one that is told to retract something and takes longer than usual, also if it claims other
         things meanwhile; one that retracts what others retract since it has it; and one that retracts what
-        nobody told it to. Since it said that it had that, no round could end; but its sum may have been lost,
-        so it pays for a few seconds each time. `by`: what each replica is told to retract now.
+        it was not told to. Since it said that it had that, no round could end; but its sum may have been
+        lost, so it pays for a few seconds each time. `by`: what each replica is told to retract now.
         """
         usual, told = self._computing.usual, union_of(by.values())
         limit_s = usual.limit_s if usual.known else min(BUDGET_S, usual.limit_s)
@@ -335,7 +335,7 @@ class Blame:
     ) -> bool:
         """Note what another coordinator tells this replica to do; returns whether it is left out for that.
 
-        An honest coordinator sees who holds a round up, and begins no third one with the same replicas. And
+        An honest coordinator sees which replica holds a round up, and begins no third one with the same. And
         what it has this replica retract others count: this replica does not compute the same three times.
 
         Args:

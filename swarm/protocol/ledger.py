@@ -29,7 +29,7 @@ class Bitmap(int):
 
     After the byte 0: the bits, little-endian, without trailing zeros. After the byte 1: the lengths of the
     runs of zeros and ones, by turns, from bit 0 on, as LEB128. So of a plan with 1,000 members each ledger
-    takes what it holds, and a step that nobody has begun takes 4 bytes for each stage. Nothing: no bits.
+    takes what it holds, and a step that no replica has begun takes 4 bytes for each stage. Nothing: no bits.
     """
 
     __slots__ = ()
@@ -122,12 +122,12 @@ class Ledger:
         self.done = 0
         self.in_progress = 0
         self.late = 0
-        """The part of `in_progress` whose tensors come too slowly: who can bring it sooner, may."""
+        """The part of `in_progress` whose tensors come too slowly: a caller that can bring it sooner may."""
         self.frozen_for: str | None = None
         """Id of the reduce round that the sum is promised to."""
         self._removed = 0
         self.returned = 0
-        """How many microbatches were added that had been subtracted before: nobody else has had them."""
+        """How many microbatches were added that had been subtracted before: no other replica has had them."""
 
     def claim(self, m: int) -> Claim:
         """Ask to compute `m`; the caller computes it only on `NEW`."""

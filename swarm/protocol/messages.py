@@ -23,7 +23,7 @@ from swarm.protocol.rollback import check_position
 from swarm.protocol.rounds import NOTHING, Commit, FetchResult, Name, Plan, Sources, StepReport, StepSummary
 
 LOSSES_KEPT = 64
-"""Of the last steps. Who is told more refuses it: each coordinator keeps what the one before it said."""
+"""Of the last steps. More is refused, since each coordinator keeps what the one before it said."""
 MAX_LEFT_OUT = 8
 """Replicas that are said to be left out; there is no need to say it of all."""
 MAX_STEPS = 4

@@ -88,8 +88,8 @@ class Belief:
         self._idle: dict[int, set[PeerId]] = {}
         """Those of them that are there, and could take part in the step, when they were asked last."""
         self._served: dict[int, set[tuple[Stage, PeerId]]] = {}
-        """By step whose result this replica holds: who served which stage when it had that, or the one
-        before. The step was done without those that came later."""
+        """By step whose result this replica holds: the peers that served each stage when it had that, or
+        the one before. The step was done without those that came later."""
         self._served_last = set[tuple[Stage, PeerId]]()
         """When this replica last had a result."""
         self.lacking: dict[int, tuple[PeerId, ...]] = {}
@@ -259,7 +259,7 @@ class Belief:
     ) -> list[PeerId]:  # fmt: skip
         """The peers of a stage whose word is lacking: none, if enough have given theirs. `excused`: whose is
         not; None: this replica's, and that of those without which commits are believed. `own`: this replica,
-        of that stage, has found the same. `served`: who could have been heard; None: who serves now.
+        of that stage, has found the same. `served`: peers that could have been heard; None: those of now.
 
         Raises:
             Refused: no peer did whose word counts.
@@ -274,7 +274,7 @@ class Belief:
             if any(peer in voice for peer in there):
                 what = f"the norm of stage {stage} in the commit of step {t}"
                 raise Refused(f"no peer with voice proves {what}")
-        if len((voice and counting) or proofs) >= PROOFS:  # a voucher that is new is nobody's voice yet
+        if len((voice and counting) or proofs) >= PROOFS:  # a voucher that is new gives no voice yet
             return []
         if excused is None:
             idle = [peer for peer in heard(there, voice) if peer in self._idle.get(t, ())]

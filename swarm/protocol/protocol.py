@@ -250,7 +250,7 @@ class StepProtocol:
             held_up = self._rotation.waits(now=now, leads=leads, passed=passed)
             if held_up is not None:
                 self._followed_s = now
-                # Nobody holds up a run that waits for its first microbatch.
+                # No peer holds up a run that waits for its first microbatch.
                 begun = self._moved_s > -math.inf or self._local.begun
                 for peer in first(self._stage + 1, held_up) * begun:  # it has less time to answer in now
                     self._backoff.charge(peer, t=self._local.version, since_s=now, now=now)
@@ -435,7 +435,7 @@ class StepProtocol:
         known = (self.run_status.position, self.trained)
         there = [at.version for at in known if at.generation == self._agreed.generation]
         stage.run_version = max([*there, *(t + 1 for t in self._agreed.commits)], default=0)
-        # Of two strangers that are the only stage nobody else says how far the run is.
+        # Where two strangers are the only stage, no other peer says how far the run is.
         of_two = self._run.S == 1 and not self.belief.voice(0) and len(self._peers.get(0, ())) == 2
         for member in list(stage.members.values()):
             has = member.report.version if of_two else 0
@@ -450,7 +450,7 @@ class StepProtocol:
             self._behind_since = None
         coordinator = self._me if self._stage == 0 else self.coordinator(0, now=now)
         late = self.belief.needs_proof and now - self._moved_s >= LOST_S
-        # Proofs of many stages are long. Those of the last step go again: who finds a result compares anew.
+        # Proofs of many stages are long. Those of the last step go again: new results are compared with them.
         status, is_usual = self.run_status, self.belief.needs_proof and not (late or self._rotation.late)
         if is_usual and (status.run_coordinator, status.generation) == (coordinator, self._agreed.generation):
             had = {commit.t for commit in status.commits if commit.t < status.version - 1}
@@ -489,8 +489,8 @@ class StepProtocol:
         """Take in the summary of a stage's coordinator; return how the run is.
 
         Where commits are proven all replicas of stage 0 find them. Where replicas have voice one speaks for
-        its stage: who proves that it is ready, else the coordinator that this peer sees, or another if that
-        one is silent, or steps are late, since pictures differ.
+        its stage: one that proves that it is ready; else the coordinator that this peer sees; or another, if
+        that one is silent or steps are late, since replicas see different peers.
 
         Raises:
             Refused: no honest coordinator sends that.
@@ -571,8 +571,8 @@ class StepProtocol:
 
     def _borne_out(self, status: RunStatus, now: float) -> RunStatus:
         """A status of the run, which is no further than a commit or its peers bear out: stages would take
-        themselves for lost, and trainers believe no peer of stage 0. Who has stood still for long believes
-        it all the same: the others may have gone on without most of those with voice.
+        themselves for lost, and trainers believe no peer of stage 0. A replica that stood still for long
+        believes it all the same: the others may have gone on without most of those with voice.
         """
         said, mine = status.version, self._local.version
         stands = UNBORNE_S <= now - self._moved_s < math.inf
@@ -592,7 +592,7 @@ class StepProtocol:
         try:
             check_generation(generation, self._run)
         except Refused:
-            return False  # a stage that there is not tells nobody that it is not lost
+            return False  # a stage that does not exist cannot say that it is not lost
         mine = self._agreed.generation
         later = generation > mine
         due = now - self._moved_s >= LOST_S if later else now - self._entered_s >= 2 * LOST_S

@@ -117,7 +117,7 @@ def bearers(
 
     A replica at the goal already gives its weights up if at least half, itself included, have others. One
     that is behind goes on if at least half of those that are at the goal have the same, and the step before
-    is proven or at least half of the stage has taken it. Where two others answer, one alone moves nobody
+    is proven or at least half of the stage has taken it. Where two others answer, one alone moves no replica
     without a proof, however much voice it has.
     """
     counted = {peer: told[peer] for peer in heard(told, voice)}

@@ -23,7 +23,7 @@ RANK_STEPS = 20
 FOUNDERS_VOICE = RANK_STEPS
 MIN_STEPS = 10
 """Steps in which a peer answered before it has voice. Half of those between two vouchers: of a stage that was
-there from the start nobody has voice before the others, who missed a step or two."""
+there from the start no replica has voice before the others, which missed a step or two."""
 MIN_MICROBATCHES = 25
 """That it answered in them."""
 MAX_STEPS = 100

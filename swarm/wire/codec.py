@@ -289,7 +289,7 @@ def host_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     """Host memory from and to which a tensor of `device` is copied at the speed of its bus."""
     if device.type != "cuda":
         return torch.empty(shape, dtype=dtype)
-    with torch.cuda.device(device):  # or the first GPU, whoever uses it, would keep a context for us
+    with torch.cuda.device(device):  # or the first GPU, whatever uses it, would keep a context for us
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 

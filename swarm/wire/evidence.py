@@ -157,7 +157,7 @@ class KeptTensors(msgspec.Struct, frozen=True, kw_only=True):
     back: tuple[TensorMeta, ...]
     """The gradients of the outputs, or of the inputs."""
     caller: PeerId = ""
-    """Who sent the inputs, with `work`."""
+    """The peer that sent the inputs, with `work`."""
     work: Work | None = None
     next: Hop | None = None
     """What the next stage answered, with `loss`, signed."""
@@ -174,7 +174,7 @@ class AskConvicted(RunMessage, frozen=True, kw_only=True):
 class Convicted(msgspec.Struct, frozen=True, kw_only=True):
     yes: bool
     others: tuple[PeerId, ...] = ()
-    """Against whom it saw evidence; of very many, some."""
+    """The peers against which it saw evidence; of very many, some."""
     evidence: Evidence | None = None
     signature: Signature = b""
     """Of `Judged`."""

@@ -59,7 +59,7 @@ MAX_LONG_BYTES = 1 << 20
 """Of a message that does not fit into a header: see `say`. What 256 stages lack of two steps of 8192
 microbatches takes 0.5 MB at most, the plan of a reduce of 1,000 replicas 0.1 MB."""
 MAX_HOPS = 256
-"""Of those in an answer: 31 kB. What the others spent is told to nobody."""
+"""Of those in an answer: 31 kB. What the others spent is not told."""
 MAX_ROUND_TRIPS = 32
 """Of those in an answer, as room is left. Links further behind are priced, and limit no share."""
 MAX_RECEIPTS = 60

@@ -142,7 +142,7 @@ def test_a_step_has_its_part_of_a_meeting_and_waits_for_the_slowest_island() -> 
 
 def test_devices_that_are_missing_are_counted_and_the_first_empty_cell_is_named() -> None:
     text = (
-        "5 devices cannot serve 8 cells (4 islands of 2 stages): 3 missing, so nobody serves cell 5 (island "
+        "5 devices cannot serve 8 cells (4 islands of 2 stages): 3 missing, so no peer serves cell 5 (island "
         "2, stage 1) and those after it. Bring more, or lower islands.count"
     )
     network = cities(5, count=1)

@@ -37,7 +37,7 @@ from swarm.records import NO_STAGE, PeerRecord
 SHOW_METHOD = "admit"
 """A caller shows what admits it, first on each stream."""
 MAX_SHOWN = 16_384
-"""4 MB. What admits nobody is not kept, once there is a charter to tell."""
+"""4 MB. A credential that admits no peer is not kept, once there is a charter to tell."""
 USED_S = 60.0
 """A caller's token is in use for so long after each of its calls, and for as long as its record is there."""
 

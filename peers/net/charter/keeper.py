@@ -192,7 +192,7 @@ class CharterKeeper:
             return
         peer, rank = revocation.peer, self._rank(revocation.peer)
         if peer not in self._revoked and len(self._revoked) >= MAX_REVOKED:
-            # Anybody can make keys that revoke themselves: those that nobody knows give way.
+            # Any peer can make keys that revoke themselves: those that no peer uses give way.
             least = min(self._revoked, key=lambda one: self._revoked[one][1])
             if self._revoked[least][1] >= rank:
                 return

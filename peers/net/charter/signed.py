@@ -1,6 +1,6 @@
 """What owners and peers sign of taking part: charters, tokens, certificates, revocations.
 
-A token holds a secret key, and the owner's signature over its public half. Who uses it signs its own peer id
+A token holds a secret key, and the owner's signature over its public half. Its user signs the own peer id
 with that key: the *certificate*. Each signature covers a word that says what kind of statement it is, and the
 run. Opening is for strangers' bytes: bounded, and refused with a reason.
 """

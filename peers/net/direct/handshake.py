@@ -37,7 +37,7 @@ class AskDirect(msgspec.Struct, frozen=True, kw_only=True):
 
     key: Key
     host: Host = ""
-    """From where, as others see it: knock there if nobody can dial you, to make a hole in your router."""
+    """From where, as others see it: knock there if you cannot be dialled, to make a hole in your router."""
     port: Port = 0
     signature: Signature
 

@@ -1,6 +1,6 @@
 """Connections between two processes of one machine and one user: unix sockets with abstract names.
 
-What passes there stays in the memory of the machine, and nobody else can read it: it is not encrypted.
+What passes there stays in the memory of the machine, and no other user can read it: it is not encrypted.
 Linux only.
 """
 

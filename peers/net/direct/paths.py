@@ -55,7 +55,7 @@ class DirectOptions:
     """An IP address; None: only dial others."""
     outside: str = ""
     """The IP address at which others see this peer, at the ports that it sends from; empty: at others, or not
-    known. Two peers that nobody can dial connect to one another at the same time."""
+    known. Two peers that cannot be dialled connect to one another at the same time."""
     port: int = 0
     """0: the system chooses one."""
     after_bytes: int = 1 << 18

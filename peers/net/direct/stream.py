@@ -127,7 +127,7 @@ class SealedStream(Stream):
         try:
             plain = self._opener.came(nbytes)
         except Refused as error:
-            # Anybody on the way can change bytes: that is no fault of the peer.
+            # A router on the way can change bytes: that is no fault of the peer.
             self.end.fail(PeerGone(self.end.peer, f"the direct connection was disturbed: {error.text}"))
             return
         self.end.data_received(plain)

@@ -233,7 +233,7 @@ class World:
         self.peers: dict[PeerId, Peer] = {}
         """Those that join, serve or drain."""
         self.stages: list[dict[PeerId, Peer]] = [{} for _ in range(job.stages)]
-        """Those that are known to serve: with the dead ones of whom nobody has heard yet."""
+        """Those that are known to serve: with dead ones that are not known to be dead yet."""
         self.empty: dict[Stage, float] = dict.fromkeys(range(job.stages), 0.0)
         """Stages without a peer, and since when. While there is one, the run stands still."""
         self._still_since_s = 0.0

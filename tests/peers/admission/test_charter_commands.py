@@ -177,7 +177,7 @@ def test_of_a_run_in_which_nobody_finds_who_lies_that_is_said(
     assert unchecked in manifest.read_text()
     assert init(tmp_path / "mine", "--manifest", str(manifest)) == 0
     printed = capsys.readouterr().out
-    assert "Who lies in it nobody finds" in printed and "swarm audit" not in printed
+    assert "No liar in it is found" in printed and "swarm audit" not in printed
 
 
 def test_the_run_that_is_made_without_a_manifest_needs_no_data_and_is_kept(tmp_path: Path) -> None:
@@ -633,7 +633,7 @@ async def test_a_bootstrap_that_knows_of_no_charter_says_who_is_admitted_and_for
     async with MemoryDht() as dht:
         memory = await dht.add(1, run_id=RUN.id)
         await bootstrap(keys, said)._publish_charter(node_of(memory), RUN, None)
-        assert said == [Note(text="without --charter everybody who has the manifest's id is admitted")]
+        assert said == [Note(text="without --charter every peer that has the manifest's id is admitted")]
         for made in (charter_of(run="ab" * 16), charter_of()):  # of another run of this owner; of this one
             signed.write_charter(keys / "charter", OWNER.peer_id, signed.seal_charter(made, OWNER))
             mine = made.run == RUN.id

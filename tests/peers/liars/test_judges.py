@@ -314,7 +314,7 @@ async def test_no_evidence_is_kept_against_who_is_in_no_record() -> None:
     async with swarm(RUN, replicas=3) as s:
         await begun(s)
         stranger = s.add_stranger()
-        with pytest.raises(Refused, match="nobody knows"):
+        with pytest.raises(Refused, match="no peer here knows"):
             await stranger.send("s0p0", "evidence", ShowEvidence(run=RUN.id, evidence=lies("made up")))
         assert not s.peers["s0p0"].convictions.convicted
 

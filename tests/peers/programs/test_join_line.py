@@ -130,17 +130,17 @@ async def test_a_program_says_which_peers_the_run_waits_for_and_how_they_are_sta
     trainer = Train(options, emit=lambda event: said.append(event.words()))
     await trainer._tell_missing(options, node, run, 1)  # type: ignore[arg-type]
     first, line = said.pop().split("\n")
-    assert first.startswith("the run waits for 2 more peers: nobody serves stages 0, 2 yet. Start one for")
+    assert first.startswith("the run waits for 2 more peers: no peer serves stages 0, 2 yet. Start one for")
     start = build_parser().parse_args(shlex.split(line)[1:])
     assert (start.join, start.allow_code) == ([THERE], ["my_package", "./my code"]), "as it was started"
     await trainer._tell_missing(options, node, run, 0, 1)  # type: ignore[arg-type]
     assert said.pop().startswith(
-        "the run waits for 1 more peer: nobody serves stage 2 yet. Start it, here or"
+        "the run waits for 1 more peer: no peer serves stage 2 yet. Start it, here or"
     )
     some = replace(run, islands=IslandsSpec(count=2, local_steps=9), checkpoint_every=0)
     await trainer._tell_missing(options, node, some, 0)  # type: ignore[arg-type]
     assert said.pop().startswith(
-        "the run waits for 5 more peers: nobody serves stage 1 of island 0 (cell 1), stage 2 of island 0 "
+        "the run waits for 5 more peers: no peer serves stage 1 of island 0 (cell 1), stage 2 of island 0 "
         "(cell 2), stage 0 of island 1 (cell 3), stage 1 of island 1 (cell 4) and 1 more cell yet. Start"
     )
     there += [PeerRecord(peer=f"p{n}", run=run.id, stage=n, state="joining", version=0) for n in range(3)]

@@ -315,7 +315,7 @@ def test_islands_that_cannot_be_planned_are_refused_in_words(
 ) -> None:
     files[0].write_text(ISLANDS.replace("count = 2", "count = 4"))
     assert planned(files) == Exit.SETUP
-    assert "2 missing, so nobody serves cell 10 (island 3, stage 1)" in capsys.readouterr().err
+    assert "2 missing, so no peer serves cell 10 (island 3, stage 1)" in capsys.readouterr().err
     files[0].write_text(ISLANDS)
     for option in (["--keep", "0.1"], ["--survive-region"]):
         assert planned(files, *option) == Exit.SETUP
@@ -457,7 +457,7 @@ def test_the_peers_of_islands_are_planned_for_by_their_cells() -> None:
 
 
 def test_without_peers_or_speeds_there_is_no_plan() -> None:
-    with pytest.raises(SetupError, match="nobody serves the run now"):
+    with pytest.raises(SetupError, match="no peer serves the run now"):
         plan_view(ASKED, view_of(peer("gone", 2, why="no answer")), AT_ONCE)
     with pytest.raises(SetupError, match="none of 3 peers has measured its speed yet"):
         plan_view(ASKED, view_of(*(peer(f"p{i}", i, speed=0.0) for i in range(3))), AT_ONCE)

@@ -173,7 +173,7 @@ def test_what_cannot_be_simulated_of_islands_is_refused(
     assert "has a plan of 2 cells; the run has 4" in capsys.readouterr().err
     files["devices"].write_text(DEVICES.format(count=3))
     assert simulate(files) == Exit.SETUP
-    assert "1 missing, so nobody serves cell 3 (island 1, stage 1)" in capsys.readouterr().err
+    assert "1 missing, so no peer serves cell 3 (island 1, stage 1)" in capsys.readouterr().err
 
 
 def test_how_far_a_simulation_is_stands_on_standard_error(

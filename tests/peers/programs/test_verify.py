@@ -319,7 +319,7 @@ def test_what_peers_without_voice_alone_signed_is_said(
     was = record(tmp_path, admitting(replace(small(), steps=2), Identity.generate().peer_id))
     was.write()
     assert was.verify(0, 2)
-    said = "signed by peers without voice alone, which who wrote this transcript can make up: stage 0"
+    said = "signed by peers without voice alone, which the writer of this transcript can make up: stage 0"
     assert f"{said}, stage 1" in capsys.readouterr().err.splitlines()
 
 
