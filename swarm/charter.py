@@ -86,7 +86,7 @@ class Charter(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid
         sets = (self.peers.named, self.trainers.named, self.keepers.named, self.founders, self.revocations)
         for some in (*sets, tuple(ban.peer for ban in self.bans), self.trusted_stages):
             if list(some) != sorted(set(some)):
-                raise ValueError("a set that is not sorted, or names somebody twice")
+                raise ValueError("a set that is not sorted, or names a peer twice")
 
     @property
     def rank(self) -> tuple[int, bytes]:

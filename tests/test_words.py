@@ -64,6 +64,9 @@ RETIRED = {
 PRONOUNS = re.compile(r"\b(who|whoever|whom|somebody|nobody|anybody)\b", re.IGNORECASE)
 IN_A_DOCSTRING = re.compile(rf'"""[^\n]*{PRONOUNS.pattern}', re.IGNORECASE)
 
+VAGUE = re.compile(r"\b(whoever|whom|somebody|anybody)\b|\bWho [a-z]+")
+"""Actors without a noun, anywhere in the shipped code: "who asks" may be a caller, a reader or a process."""
+
 STANDARD = ("one_way", "Gauge", "gauge")
 """Terms of others that hold a retired word: a one-way cut, a gauge of Prometheus."""
 
@@ -95,6 +98,8 @@ def names_of(node: ast.AST) -> Iterator[str]:
 def findings(path: Path) -> Iterator[str]:
     """Retired words in the names of a file, and pronouns for actors in its docstrings' first lines."""
     source = path.read_text(encoding="utf-8")
+    for found in VAGUE.finditer(source):
+        yield f"{path.relative_to(ROOT)}: name the actor instead of {found[0]!r}"
     if not (IN_A_DOCSTRING.search(source) or any(map(retired_in, {path.stem, *re.findall(r"\w+", source)}))):
         return  # no need to parse it
     nodes = list(ast.walk(ast.parse(source)))

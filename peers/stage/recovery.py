@@ -97,7 +97,7 @@ class Recovery:
             me=core.me, is_proven=proven,
         )  # fmt: skip
         if not found and directive.coordinator != core.me:
-            text = f"stage {self._stage}: {short(directive.coordinator)}, who coordinates, wants version"
+            text = f"stage {self._stage}: its coordinator {short(directive.coordinator)} wants version"
             self._emit(events.Note(text=f"{text} {goal.version} of it taken; others do not bear that out"))
         return found
 

@@ -143,8 +143,8 @@ class CallLimits:
     def late_after_s(self, peer: PeerId, *, t: int) -> float:
         """After how long another peer of the stage is asked as well; infinity: none is.
 
-        More for each stage that a call passes, and by what the next one needs for that: whom another one
-        keeps waiting must not itself be overtaken. A slow machine is compared with itself, within bounds:
+        More for each stage that a call passes, and by what the next one needs for that: a peer that another
+        one keeps waiting must not itself be overtaken. A slow machine is compared with itself, within bounds:
         else one would be waited for longer and longer. One that has never answered may be warming up.
         """
         known = self._router.knows(self._stage, peer) or self._backoff.was_charged(peer, t=t)

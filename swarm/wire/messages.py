@@ -19,8 +19,8 @@
     evidence  anyone → peer                  ShowEvidence + data    → Heard (evidence.py)
     state     newcomer → replica             OpenState              → Opened + hashes
     held      replica → replica              OpenHeld               → Opened + hashes
-    chunk     whoever opened it → its source FetchChunk             → Ack + bytes
-    close     whoever opened it → its source CloseLease             → Ack
+    chunk     its reader → source            FetchChunk             → Ack + bytes
+    close     its reader → source            CloseLease             → Ack
     block     trainer → trainer, keeper      AskBlock               → Ack + bytes
     saved     anyone → peer, keeper          AskSaved               → Saved
     status    anyone → peer                  AskStatus              → PeerStatus

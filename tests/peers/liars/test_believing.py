@@ -687,7 +687,7 @@ async def test_a_coordinator_with_voice_alone_replaces_no_weights(ahead: int) ->
         assert not await peer.actions._recovery.to(says)
         assert peer.core.version == 2
         assert_honest(s)
-        text = f"stage 1: liar, who coordinates, wants version {2 + ahead} of it taken; others do not"
+        text = f"stage 1: its coordinator liar wants version {2 + ahead} of it taken; others do not"
         assert any(note.text.startswith(text) for note in s.seen(Note))
 
 
@@ -709,7 +709,7 @@ async def test_a_coordinator_with_voice_alone_replaces_no_weights_of_a_newcomer(
         StateLeases(RUN, s.network.peers[liar].transport, {0: MadeUp(RUN, 0, (3,))})  # type: ignore[dict-item]
         await joined(s, 0)
         await asyncio.sleep(5.0)
-        assert f"{liar}, who coordinates, wants version 3 of it taken; others do not" in s.seen(Note)[-1].text
+        assert f"its coordinator {liar} wants version 3 of it taken; others do not" in s.seen(Note)[-1].text
         assert_honest(s)
 
 
