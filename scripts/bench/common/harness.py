@@ -251,7 +251,7 @@ class Swarm:
     async def _close(self) -> None:
         self._closing = True
         try:
-            if hasattr(self, "node"):
+            if hasattr(self, "node") and hasattr(self.node, "daemon"):  # else why it did not start is hidden
                 await self.node.close()
         finally:
             await stop_all([role.child for role in self.roles])
