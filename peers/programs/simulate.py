@@ -160,8 +160,8 @@ def as_json(report: ThroughputReport, run: Run) -> dict[str, Any]:
         "tokens_per_s": _tokens_per_s(report, run),
         "over_time": [[round(end_s, 3), rate] for end_s, rate in over_time(report)],
         "moves": [
-            {"at_s": m.at_s, "peer": m.peer, "from": m.from_stage, "to": m.to_stage, "why": m.why}
-            for m in report.moves
+            {"at_s": at_s, "peer": m.peer, "from": m.from_stage, "to": m.to_stage, "why": m.why}
+            for at_s, m in report.moves
         ],
         "went_back": report.generations,
         "stood_still_s": report.waited_s,
@@ -195,8 +195,8 @@ def render(report: ThroughputReport, run: Run, network: Network) -> str:
         f"{len(report.moves)} moves" + (":" if report.moves else ""),
     ]
     lines += [
-        f"  {_clock(m.at_s):>9}  {m.peer}: stage {m.from_stage} → {m.to_stage}; {m.why}"
-        for m in report.moves[:MOVES_SHOWN]
+        f"  {_clock(at_s):>9}  {m.peer}: stage {m.from_stage} → {m.to_stage}; {m.why}"
+        for at_s, m in report.moves[:MOVES_SHOWN]
     ]
     if len(report.moves) > MOVES_SHOWN:
         lines.append(f"  … and {len(report.moves) - MOVES_SHOWN} more (--json has all)")

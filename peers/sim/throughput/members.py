@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from peers.sim.dice import Dice
 from peers.sim.throughput.trainer import Trainer
-from peers.sim.throughput.world import Moved, Peer, World
+from peers.sim.throughput.world import Peer, World
 from peers.stage.moving import BOUNDARY_S
 from peers.waiting import happens
 from swarm.codecs import SLOW_BPS
@@ -264,8 +264,7 @@ class Members:
             for move in told.moves:
                 peer = world.peers[move.peer]
                 if self._job.fits(move.to_stage, world.network.devices[peer.device]):
-                    moved = Moved(self._loop.now_s, peer.name, peer.stage, move.to_stage, move.why)
-                    self._report.moves.append(moved)
+                    self._report.moves.append((self._loop.now_s, move))
                     self._loop.create_task(self._move(peer, move.to_stage))
             self._call_spares()
             for peer in list(world.peers.values()):

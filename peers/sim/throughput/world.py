@@ -16,6 +16,7 @@ from peers.stage.device import MeanLength
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.plan.network import Network, StepWork
 from swarm.plan.overlapped import StepTime
+from swarm.policy.rebalance import Move
 from swarm.protocol.ledger import Ledger, everything
 
 RETRY_S = 0.05
@@ -42,16 +43,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The width of a bin of `ThroughputReport.answered`."""
 
 
-class Moved(msgspec.Struct, frozen=True):
-    """A peer that the rule sent elsewhere."""
-
-    at_s: float
-    peer: str
-    from_stage: Stage
-    to_stage: Stage
-    why: str
-
-
 class ThroughputReport(msgspec.Struct):
     """The outcome of a simulated run until `end_s`."""
 
@@ -70,7 +61,8 @@ class ThroughputReport(msgspec.Struct):
     """Per stage, seconds that devices computed."""
     there_s: list[float] = []
     """Per stage, seconds that devices served it."""
-    moves: list[Moved] = []
+    moves: list[tuple[float, Move]] = []
+    """When the rule sent a peer elsewhere, and where."""
     joins: int = 0
     deaths: int = 0
     idle: int = 0

@@ -16,13 +16,13 @@ from peers.programs.descriptions import job_of
 from peers.programs.simulate import render, simulate_cells, simulate_run
 from peers.sim.throughput.engine import divided
 from peers.sim.throughput.members import Trace, read_trace
-from peers.sim.throughput.world import Moved
 from swarm.errors import SetupError
 from swarm.manifest import IslandsSpec, audit_run, demo_run
 from swarm.model.gpt import layer_flops
 from swarm.model.layout import stage_layout
 from swarm.model.stage import StageCompute
 from swarm.plan.network import read_devices
+from swarm.policy.rebalance import Move
 from tests.peers.runs.test_brought import resnet_run
 
 DEVICES = """\
@@ -190,7 +190,7 @@ def test_how_far_a_simulation_is_stands_on_standard_error(
 def test_long_lists_of_moves_are_cut() -> None:
     run, network = demo_run(stages=2), read_devices(DEVICES.format(count=4))
     report = simulate_run(run, network, None, end_s=30.0, seed=0)
-    report.moves = [Moved(60.0 * i, f"p{i}", 0, 1, "needed there") for i in range(7)]
+    report.moves = [(60.0 * i, Move(f"p{i}", 0, 1, "needed there")) for i in range(7)]
     shown = render(report, run, network)
     assert "7 moves:" in shown and "0:04:00  p4: stage 0 → 1; needed there" in shown
     assert "p5" not in shown and "… and 2 more (--json has all)" in shown
