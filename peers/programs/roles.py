@@ -513,7 +513,7 @@ class Keeper(Networked[arg.KeeperOptions]):
                 charter=lambda: (node.directory.charters.owner, node.directory.charters.sealed),
             )  # fmt: skip
             keeping = CheckpointKeeper(run, node.transport, node.directory, settings, self._emit)
-            node.transport.on_gone = keeping.peer_gone
+            node.transport.on_gone = keeping.leases.gone
             if options.data is not None:
                 from peers.storage.dataset import Dataset
                 from peers.storage.samples import open_data

@@ -308,7 +308,7 @@ class Swarm:
             KeepingSettings(folder=member.disk.folder, joined_at=self.loop.unix_s()),
             partial(self._heard, member),
         )  # fmt: skip
-        transport.on_gone = keeper.peer_gone
+        transport.on_gone = keeper.leases.gone
         self.keepers.append(member)
         process.start(self.loop, self._live(member, keeper.run()))
         return member

@@ -123,7 +123,7 @@ class CheckpointKeeper:
         }
         # Their tensors are maps of files: a copy in memory is the system's to drop.
         most = (settings.keep + 2) * len(self._stores)
-        self._leases = StateLeases(run, transport, self._stores, voices=self._voices, most_saved=most)
+        self.leases = StateLeases(run, transport, self._stores, voices=self._voices, most_saved=most)
         self._traffic = TrafficStatus(transport)
         transport.serve("status", self._serve_status)
         self._backoff = Backoff(first_s=FIRST_REST_S, longest_s=LONGEST_REST_S)
@@ -170,10 +170,6 @@ class CheckpointKeeper:
         """End `run` once what is newer was fetched. What is kept stays."""
         self._leaving.set()
 
-    def peer_gone(self, peer: PeerId) -> None:
-        """The transport noticed that the connection to `peer` broke."""
-        self._leases.gone(peer)
-
     async def _announce(self) -> None:
         record = PeerRecord(
             peer=self._transport.peer_id, run=self._run.id, stage=NO_STAGE, state="keeping",
@@ -187,7 +183,7 @@ class CheckpointKeeper:
     async def _take_stock(self) -> None:
         """Note what is on the disk now; say so if the newest whole version is another."""
         for stage in self.stages:
-            versions = await self._leases.versions(stage)
+            versions = await self.leases.versions(stage)
             voiced = await asyncio.to_thread(self._voiced_of, stage, versions)
             self._have[stage] = voiced or versions
             if voiced and self._run.admission.named:

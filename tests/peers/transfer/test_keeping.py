@@ -117,7 +117,7 @@ async def test_a_keeper_has_room_for_all_that_it_keeps_at_once(tmp_path: Path) -
         for stage in range(RUN.S):
             question = OpenState(run=RUN.id, stage=stage, version=RUN.steps)
             await s.add_stranger(f"reader {stage}").ask("keeper", "state", question, Opened)
-        assert len(keeper._leases.of("saved")) == RUN.S, "each is hashed once, and stays open"
+        assert len(keeper.leases.of("saved")) == RUN.S, "each is hashed once, and stays open"
 
 
 async def test_what_is_kept_outlives_everybody_and_brings_the_run_back(tmp_path: Path) -> None:
