@@ -13,6 +13,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+import tempfile
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -60,11 +61,10 @@ def verify(peer_id: PeerId, data: bytes, signature: bytes) -> bool:
     key = public_key_of(peer_id)
     if key is None or len(signature) != SIGNATURE_BYTES:
         return False
-    try:
+    with contextlib.suppress(InvalidSignature, ValueError):
         Ed25519PublicKey.from_public_bytes(key).verify(signature, data)
-    except (InvalidSignature, ValueError):
-        return False
-    return True
+        return True
+    return False
 
 
 _verified = lru_cache(maxsize=VERIFIED)(verify)
@@ -125,14 +125,14 @@ class Identity:
 
     def save(self, path: Path) -> None:
         """Write a new file (mode 600). Raises FileExistsError and other OSErrors."""
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
-            with os.fdopen(handle, "wb") as file:
+            with os.fdopen(handle, "wb", 0) as file:
                 file.write(self.to_file_bytes())
+                os.fsync(handle)  # a manifest that names it may be on the disk a moment later
             os.link(draft, path)  # appears whole or not at all, and never replaces a key
         finally:
-            draft.unlink()
+            Path(draft).unlink()
 
     @classmethod
     def load(cls, path: Path) -> Identity:

@@ -235,9 +235,8 @@ class RecordReader:
         self, peer: PeerId, places: Sequence[Place], allowance: Allowance | None, most_bytes: int
     ) -> bool:
         """Take in what is new at one node under some keys; whether it answered."""
-        now = unix_s()
-        held = {place.key: self._table.under(place.key, now=now) for place in places}
-        known = {key: dict(islice(those.items(), MAX_SUBKEYS)) for key, those in held.items()}
+        now, under = unix_s(), self._table.under
+        known = {one.key: dict(islice(under(one.key, now=now).items(), MAX_SUBKEYS)) for one in places}
         answered = await self._storage.node.read(peer, known, most_bytes)
         if answered is None:
             for place in places:

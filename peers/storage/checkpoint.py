@@ -106,19 +106,17 @@ class Checkpoint:
 
     def _seems_whole(self) -> bool:
         """As `is_whole` without reading the tensors: a good index, and a file of its length."""
-        try:
+        with contextlib.suppress(Damaged, OSError):
             index = self._index()
             return self._tensors_path(index.sha256).stat().st_size == index.bytes
-        except (Damaged, OSError):
-            return False
+        return False
 
     @property
     def voiced(self) -> bool:
         """Whether it is this peer's own work, or a peer with voice gave it; see `swarm.protocol.voice`."""
-        try:
+        with contextlib.suppress(Damaged):
             return self._index().meta.get(_VOICED) is not False
-        except Damaged:
-            return False
+        return False
 
     @property
     def signed(self) -> tuple[Word, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,21 @@ def test_a_key_file_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) 
     assert Identity.load_or_create(path).peer_id == first.peer_id
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_program_left_is_in_the_way_of_no_key(tmp_path: Path) -> None:
+    """In a container each program has the same id: the next one took the draft for another program's key."""
+    path = tmp_path / "key"
+    (tmp_path / f".key.{os.getpid()}").write_bytes(b"")
+    assert Identity.load_or_create(path).peer_id == Identity.load(path).peer_id
+
+
+def test_a_key_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What names it is flushed, too: after a power cut a manifest and a charter were there, and no key."""
+    path, flushed = tmp_path / "key", list[tuple[bytes, bool]]()
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append((os.pread(file, 100, 0), path.exists())))
+    Identity(KNOWN_SEED).save(path)
+    assert flushed == [(path.read_bytes(), False)]
 
 
 def test_a_file_that_is_no_key_is_left_as_it_is(tmp_path: Path) -> None:
