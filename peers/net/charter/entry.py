@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection
+from itertools import count
 from pathlib import Path
 
 from peers.clock import unix_s
 from peers.net.charter.doorkeeper import Doorkeeper
-from peers.net.charter.signed import certify, find_stamp, seal_credential, stamp_bits
+from peers.net.charter.signed import STAMPS_AT_ONCE, certify, find_stamp, seal_credential, stamp_bits
 from peers.net.node import Node
 from swarm.charter import Role
 from swarm.errors import SetupError
@@ -47,7 +48,7 @@ async def enter(node: Node, role: Role, token: str | None, cache: Path, note: Ca
     if door.lacks_stamp(me, role, door.credential):
         bits = door.terms.charter.work_bits
         note(f"the run asks for a stamp of {bits} bits of work: about {2**bits / 1e6:.0f} s of a core, once")
-        stamp = await asyncio.to_thread(_stamp, run_id, me, bits, cache)
+        stamp = await _stamp(run_id, me, bits, cache)
         door.credential = seal_credential(certificate, stamp)
     if why := _why_not(door, me, role):
         raise SetupError(why)
@@ -68,14 +69,16 @@ def _why_not(door: Doorkeeper, me: PeerId, role: Role, stage: Stage | None = Non
     return why and f"the run does not admit this {role} ({me}): {why}"
 
 
-def _stamp(run_id: str, peer: PeerId, bits: int, cache: Path) -> int:
+async def _stamp(run_id: str, peer: PeerId, bits: int, cache: Path) -> int:
     """One of so many bits: that of the last time, or one that is made now."""
     path = cache / f"{run_id}-{peer}"
     with contextlib.suppress(OSError, ValueError):
         known = int(path.read_text()[:20])
         if stamp_bits(run_id, peer, known) >= bits:
             return known
-    found = find_stamp(run_id, peer, bits)
+    starts = count(0, STAMPS_AT_ONCE)
+    while (found := await asyncio.to_thread(find_stamp, run_id, peer, bits, next(starts))) is None:
+        pass  # who gives up meanwhile, or ends, leaves no thread that goes on for days
     with contextlib.suppress(OSError):  # it is made again the next time
         cache.mkdir(parents=True, exist_ok=True)
         path.write_text(str(found))

@@ -749,6 +749,26 @@ async def test_a_stamp_is_made_once(tmp_path: Path) -> None:
     assert path.read_text().isdigit()
 
 
+async def test_a_stamp_is_looked_for_until_there_is_one() -> None:
+    node = FakeNode(Identity(bytes([59]) * 32), work_bits=17)
+    assert signed.find_stamp(RUN.id, node.peer_id, 17) is None  # of those that are tried at once
+    await enter(node)
+    assert not node.door.why_not(node.peer_id, "peer", now=unix_s(), carried=node.door.credential)
+
+
+def test_no_thread_goes_on_making_a_stamp_that_was_given_up(tmp_path: Path) -> None:
+    """A loop waits for its threads: an interrupted program ended when the stamp was there, or never."""
+
+    async def interrupted() -> None:
+        entering = asyncio.ensure_future(enter(FakeNode(SAM, work_bits=20), cache=tmp_path / "stamps"))
+        await asyncio.sleep(0)
+        entering.cancel()
+        await asyncio.gather(entering, return_exceptions=True)
+
+    asyncio.run(interrupted())
+    assert not (tmp_path / "stamps").exists()
+
+
 async def test_a_program_that_is_asked_for_a_stamp_while_it_serves_says_what_to_do(tmp_path: Path) -> None:
     await enter(node := FakeNode(KIM), "keeper")
     node.go_by(sequence=2, work_bits=14)
