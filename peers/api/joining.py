@@ -38,7 +38,7 @@ def join(
         SwarmError: it cannot be joined; says why.
     """
     peer = _peer(run, address, code, on_event, options)
-    with _thread() as background, _first_interrupt(lambda: background.start(peer.leave())):
+    with _thread() as background, _first_interrupt(peer, lambda: background.start(peer.leave())):
         background.call(peer.run())
 
 
@@ -56,8 +56,9 @@ async def join_async(
         try:
             await asyncio.shield(waiting)
         except asyncio.CancelledError:
-            background.start(peer.leave())
-            await waiting
+            if not peer.preparing:  # else it may wait for ever, and does nothing yet that others count on
+                background.start(peer.leave())
+                await waiting
             raise
 
 
@@ -69,8 +70,9 @@ def _thread() -> Iterator[Background]:
 
 
 @contextlib.contextmanager
-def _first_interrupt(leave: Callable[[], object]) -> Iterator[None]:
-    """Have the first interrupt call `leave`, wherever this program is; the next one is an error as ever."""
+def _first_interrupt(peer: Peer, leave: Callable[[], object]) -> Iterator[None]:
+    """Have the first interrupt call `leave`, wherever this program is; the next one is an error as ever, and
+    so is one that comes while the peer is preparing."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
         yield  # no interrupt comes here
@@ -78,6 +80,8 @@ def _first_interrupt(leave: Callable[[], object]) -> Iterator[None]:
 
     def first(number: int, frame: FrameType | None) -> None:
         signal.signal(number, before)
+        if peer.preparing:
+            signal.raise_signal(number)
         leave()
 
     signal.signal(signal.SIGINT, first)

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class Serves:
     """In place of a peer: says so, and serves until it is to leave."""
 
     asked: PeerOptions
-    left = 0
+    left, preparing = 0, False
 
     def __init__(self, options: PeerOptions, *, emit: Any) -> None:
         Serves.asked, self._emit = options, emit
@@ -73,6 +74,21 @@ async def test_a_peer_that_is_cancelled_leaves_in_good_order(serves: type[Serves
     assert (asked.run, asked.join, asked.stage, asked.device) == (RUN, (ADDRESS,), 1, "cpu")
     assert (asked.max_upload, asked.identity) == (20e6, tmp_path / "key")
     assert asked.allow_code == ("cats", str(tmp_path / "net"))
+
+
+async def test_a_peer_that_does_nothing_yet_ends_at_once(
+    serves: type[Serves], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the command: it may wait for weights that no peer has, and was waited for as long."""
+    monkeypatch.setattr(serves, "preparing", True)
+    heard, loop = asyncio.Event(), asyncio.get_running_loop()
+    hear = partial(loop.call_soon_threadsafe, heard.set)
+    task = asyncio.create_task(swarm.join_async(RUN, ADDRESS, on_event=lambda event: hear()))
+    await heard.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert serves.left == 0
 
 
 async def test_an_error_of_on_event_does_not_reach_the_peer(
@@ -145,6 +161,20 @@ def test_a_second_interrupt_ends_it_at_once(serves: type[Serves], monkeypatch: p
             swarm.join(RUN, ADDRESS, on_event=lambda event: os.kill(os.getpid(), signal.SIGINT))
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_a_peer_that_does_nothing_yet(
+    serves: type[Serves], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serves, "preparing", True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            swarm.join(RUN, ADDRESS, on_event=lambda event: os.kill(os.getpid(), signal.SIGINT))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert serves.left == 0
 
 
 async def test_one_word_is_a_list_of_one_and_none_is_what_a_peer_has_by_itself(
