@@ -488,9 +488,9 @@ class DhtNode:
             for subkey in [subkey for subkey, kept in held.items() if over(kept)]:
                 self._drop(key, subkey)
 
-    def forget(self, subkey: str) -> None:
-        """Drop the values of a subkey, under all keys: later ones may expire earlier."""
-        self._drop_those(lambda kept: kept.entry.subkey == subkey)
+    def forget_late(self) -> None:
+        """Drop what expires later than it may, as our clock was far ahead: what is right expires earlier."""
+        self._drop_those(lambda kept: kept.entry.expires > latest_expiry(unix_s()))
 
     def recheck(self) -> None:
         """Drop records of peers that are not admitted any more."""

@@ -92,9 +92,6 @@ class NetDirectory:
         """Join the DHT and begin to refresh. Raises SetupError: that cannot be; says what to check."""
         await self.storage.begin()
         await self.storage.meet_first()
-        self._go_on()
-
-    def _go_on(self) -> None:
         self._clock_offset_s = unix_s() - now_s()
         self.storage.tasks.create_task(self._run())
 
@@ -108,7 +105,7 @@ class NetDirectory:
         # Ours are the first dials: theirs failed meanwhile, and libp2p waits before it tries again.
         if greeted := self.storage.greet():
             await asyncio.wait(greeted, timeout=BOOTSTRAP_S)
-        self._go_on()
+        self.storage.tasks.create_task(self._run())
 
     def move(self, addresses: tuple[str, ...]) -> None:
         """Announce ourselves at these from now on."""
@@ -149,14 +146,15 @@ class NetDirectory:
             await self.reader.read_some()
 
     def _watch_clock(self) -> None:
-        """Say that the machine slept, or its clock jumped, and announce ourselves again at once: what we
-        announced was refused, or has expired."""
+        """Say that the machine slept, or its clock jumped, and announce ourselves again at once, and all that
+        we store: that was refused, or has expired. No other node took it, nor takes it from ours."""
         offset_s = unix_s() - now_s()
         jump_s, self._clock_offset_s = offset_s - self._clock_offset_s, offset_s
         if abs(jump_s) > CLOCK_JUMP_S:
             text = "this machine slept, or its clock jumped by %+.0f s. While that is wrong, other peers "
             logger.warning(text + "refuse our record: set it (NTP)", jump_s)
-            self._stored_at = self._manifests.stored_at = -math.inf
+            self.storage.node.forget_late()
+            self._stored_at = self._manifests.stored_at = self.charters.stored_at = -math.inf
 
     def watch(self, stages: Collection[Stage] | None) -> None:
         self.reader.watch(stages)
@@ -222,10 +220,8 @@ class NetDirectory:
             self._stored_at = -math.inf  # as soon as we are back
             return
         self._stored_at, now = now_s(), unix_s()
-        if self._own_expires > latest_expiry(now):
-            # The clock was far ahead. No other node took that record, and ours must not hold on to it.
+        if self._own_expires > latest_expiry(now):  # the clock was far ahead
             self._own_expires = -math.inf
-            self.storage.node.forget(self._own.peer)
         # Later than any earlier one, also when the clock was set back a little: the DHT keeps the latest.
         self._stored_stretch = self.reader.stretch
         life_s = min(self._timings.life_s * self._stored_stretch, MAX_LIFE_S)

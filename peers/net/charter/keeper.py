@@ -70,7 +70,7 @@ class CharterKeeper:
         self._cache, self._is_there = cache, is_there
         self._revoked: dict[PeerId, tuple[float, int]] = {}
         """Keys that revoked themselves: until when the DHT keeps that (Unix time), and their `_rank` then."""
-        self._polled_at = self._stored_at = self._warned_at = -math.inf
+        self.stored_at = self._polled_at = self._warned_at = -math.inf
         self._polling: asyncio.Task[None] | None = None
 
     # -- whose charter ----------------------------------------------------------------------------
@@ -124,8 +124,8 @@ class CharterKeeper:
         if now - self._polled_at >= POLL_EVERY_S and (self._polling is None or self._polling.done()):
             self._polled_at = now
             self._polling = self._storage.tasks.create_task(self.ask(POLLED_NODES))
-        if self.charter is not None and now - self._stored_at >= self._life_s / 3:
-            self._stored_at = now
+        if self.charter is not None and now - self.stored_at >= self._life_s / 3:
+            self.stored_at = now
             self._storage.tasks.create_task(self._store())
 
     def _warn(self, now: float) -> None:
@@ -228,7 +228,7 @@ class CharterKeeper:
         if self.charter is not None:
             logger.info("charter %s, sequence %d: it holds from now on", self.name, charter.sequence)
         self.charter, self.owner, self.sealed = charter, owner, sealed
-        self._stored_at = -math.inf
+        self.stored_at = -math.inf
         self._save()
         self._tell()
         return True
@@ -262,7 +262,7 @@ class CharterKeeper:
     async def _store(self, besides: int = 0) -> int:
         assert self.name is not None
         # Not all peers at the same moment.
-        self._stored_at = now_s() - self._life_s / 6 * self._random.random()
+        self.stored_at = now_s() - self._life_s / 6 * self._random.random()
         entry = Entry(self.owner, self.sealed, self._kept_until())
         return await self._storage.store(charter_key(self.name), entry, besides)
 

@@ -12,7 +12,9 @@ from peers.net.dht_storage import what_is_wrong
 from peers.net.identity import Identity
 from swarm.errors import SetupError
 from swarm.wire.version import PROTOCOL_VERSION
+from tests.example import example_run
 from tests.net.directory.memory_dht import MemoryDht, MemoryNode, record
+from tests.peers.admission import test_charter_followed as followed
 from tests.seeds import some
 
 pytestmark = pytest.mark.virtual_time
@@ -56,6 +58,36 @@ async def test_a_peer_whose_clock_jumps_and_returns_is_seen_again_and_says_so(
     said = [line for line in caplog.messages if "clock jumped" in line]
     assert len(said) == 2 and f"jumped by {jump_s:+.0f} s" in said[0] and "set it (NTP)" in said[0]
     assert "this machine slept, or" in said[0], "monotonic time stands still while a laptop sleeps"
+
+
+@pytest.mark.parametrize("away", [False, True])
+async def test_a_bootstrap_whose_clock_was_ahead_gives_newcomers_its_manifest(away: bool) -> None:
+    """It held what it had stored for an hour more than others take it, and nothing that was right meanwhile;
+    for good where its p2pd was away as the clock was set."""
+    async with MemoryDht() as dht:
+        run, first = example_run(), await dht.add(0)
+        await first.directory.publish_manifest(run)
+        first.clock.ahead_s = HOUR_S
+        await asyncio.sleep(60.0)
+        first.directory.storage.online = not away
+        first.clock.ahead_s = 0.0
+        await asyncio.sleep(20.0)
+        if away:
+            await first.directory.daemon_is_back()
+        newcomer = await dht.add(1, join=first)
+        assert await newcomer.directory.fetch_manifest(run.id) == run
+
+
+async def test_a_bootstrap_whose_clock_was_ahead_gives_newcomers_its_charter() -> None:
+    async with MemoryDht() as dht:
+        (first,) = await followed.swarm(dht, 1)
+        await first.directory.charters.publish(followed.charter(), followed.OWNER)
+        first.clock.ahead_s = HOUR_S
+        await asyncio.sleep(360.0)
+        first.clock.ahead_s = 0.0
+        await asyncio.sleep(20.0)
+        newcomer = await dht.add(9, run_id=None, join=first)
+        assert await newcomer.directory.find_run(followed.NAME, timeout_s=1.0) == followed.RUN.id
 
 
 async def join_eight(wrong: int, ahead_s: float) -> None:
