@@ -69,6 +69,16 @@ class RecordTable:
             if peer != self._me and refused(known):
                 self._replace(peer, None)
 
+    def hasten(self, latest: float, until: float) -> None:
+        """Have what expires later than `latest` expire at another time: what is right is later than that."""
+        for key, held in self._under.items():
+            self._under[key] = {peer: ends if ends <= latest else until for peer, ends in held.items()}
+        self._ends = [(ends, peer, key) for key, held in self._under.items() for peer, ends in held.items()]
+        heapq.heapify(self._ends)
+        for peer, known in list(self._known.items()):
+            if peer != self._me and known.expires > latest:
+                self._replace(peer, msgspec.structs.replace(known, expires=until))
+
     def set_own(self, record: PeerRecord | None) -> None:
         """What we announce; it never expires here."""
         self._replace(self._me, None if record is None else Announced(record, 0, math.inf))

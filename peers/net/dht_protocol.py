@@ -483,24 +483,21 @@ class DhtNode:
         if not self._kept[key]:
             del self._kept[key]
 
-    def _drop_those(self, over: Callable[[KeptEntry], object]) -> None:
+    def drop_those(self, over: Callable[[KeptEntry], object]) -> None:
+        """Keep those no longer of which that is true."""
         for key, held in list(self._kept.items()):
             for subkey in [subkey for subkey, kept in held.items() if over(kept)]:
                 self._drop(key, subkey)
 
-    def forget_late(self) -> None:
-        """Drop what expires later than it may, as our clock was far ahead: what is right expires earlier."""
-        self._drop_those(lambda kept: kept.entry.expires > latest_expiry(unix_s()))
-
     def recheck(self) -> None:
         """Drop records of peers that are not admitted any more."""
-        self._drop_those(lambda kept: kept.announced is not None and self.check.why_not(kept.announced))
+        self.drop_those(lambda kept: kept.announced is not None and self.check.why_not(kept.announced))
 
     def _expire(self) -> None:
         """Drop what is over, once a second."""
         if now_s() - self._expired_at > 1.0:
             self._expired_at, now = now_s(), unix_s()
-            self._drop_those(lambda kept: kept.entry.expires <= now)
+            self.drop_those(lambda kept: kept.entry.expires <= now)
             self._of, self._given = +self._of, +self._given  # forget peers that have none
 
     def entries(self, key: bytes) -> list[Entry]:

@@ -153,7 +153,9 @@ class NetDirectory:
         if abs(jump_s) > CLOCK_JUMP_S:
             text = "this machine slept, or its clock jumped by %+.0f s. While that is wrong, other peers "
             logger.warning(text + "refuse our record: set it (NTP)", jump_s)
-            self.storage.node.forget_late()
+            latest, soon = latest_expiry(now := unix_s()), now + self._timings.life_s
+            self.storage.node.drop_those(lambda kept: kept.entry.expires > latest)
+            self._table.hasten(latest, soon)  # and not at once: each says anew that it is there
             self._stored_at = self._manifests.stored_at = self.charters.stored_at = -math.inf
 
     def watch(self, stages: Collection[Stage] | None) -> None:

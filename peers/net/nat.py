@@ -270,9 +270,7 @@ async def _listening(stack: contextlib.AsyncExitStack, options: DaemonOptions) -
 
 
 def _port(daemon: Daemon) -> int:
-    endpoint = endpoint_of(daemon.addresses[0])
-    assert endpoint is not None
-    return endpoint.port
+    return tcp_endpoints(daemon.addresses)[0].port
 
 
 async def _ask(transport: NetTransport, peer: PeerId, question: bytes) -> Reached | str:

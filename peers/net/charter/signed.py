@@ -139,11 +139,7 @@ def read_charter(path: Path) -> tuple[Charter, PeerId, bytes]:
         OSError: it cannot be read.
     """
     owner, _, sealed = path.read_bytes().partition(b"\n")
-    try:
-        signer = owner.decode()
-    except UnicodeDecodeError:
-        raise Refused("no owner's id stands before it") from None
-    found = open_statement(sealed, signer)
+    found = open_statement(sealed, signer := owner.decode(errors="replace"))
     if not isinstance(found, Charter):
         raise Refused("it is a revocation")
     return found, signer, sealed

@@ -60,6 +60,29 @@ async def test_a_peer_whose_clock_jumps_and_returns_is_seen_again_and_says_so(
     assert "this machine slept, or" in said[0], "monotonic time stands still while a laptop sleeps"
 
 
+async def test_peers_whose_clocks_were_ahead_alike_see_what_each_says_since() -> None:
+    """As of a swarm on one machine: what each knew of the others lasted for an hour, nothing was later."""
+    async with MemoryDht() as dht:
+        first = await dht.add(0)
+        peers = [first, await dht.add(1, join=first), await dht.add(2, join=first)]
+        for number, peer in enumerate(peers):
+            peer.clock.ahead_s = HOUR_S
+            peer.directory.watch({0})
+            await peer.directory.announce(record(peer, version=number))
+        await asyncio.sleep(60.0)
+        assert [seen(first, peer) for peer in peers] == [0, 1, 2]
+        await dht.kill(peers.pop())
+        for number, peer in enumerate(peers):
+            peer.clock.ahead_s = 0.0
+            await peer.directory.announce(record(peer, version=10 + number))
+        for _ in range(30):  # nor is one taken for gone meanwhile
+            await asyncio.sleep(1.0)
+            assert seen(first, peers[1]) is not None and seen(peers[1], first) is not None
+        gone = Identity((2).to_bytes(32, "big")).peer_id
+        assert [seen(peers[1], first), seen(first, peers[1])] == [10, 11]
+        assert first.directory.find(gone) is peers[1].directory.find(gone) is None
+
+
 @pytest.mark.parametrize("away", [False, True])
 async def test_a_bootstrap_whose_clock_was_ahead_gives_newcomers_its_manifest(away: bool) -> None:
     """It held what it had stored for an hour more than others take it, and nothing that was right meanwhile;

@@ -336,7 +336,7 @@ async def test_what_one_hands_on_leaves_most_keys_to_others() -> None:
 
     assert hands_on("liar", 0, 3000) == 820 == at._given["liar"]
     assert hands_on("other", 3000, 700) == 656
-    at._drop_those(lambda kept: kept.entry.subkey > "peer 3")
+    at.drop_those(lambda kept: kept.entry.subkey > "peer 3")
     assert hands_on("liar", 4000, 10) == 10, "what is over counts no more"
     assert at._store("peer 1", (1).to_bytes(2, "big"), Entry("peer 1", b"", unix_s() + 60.0))
     assert sum(at._given.values()) == sum(map(len, at._second_hand.values())) == at._entries - 1
