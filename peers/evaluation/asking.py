@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from peers import events
 from peers.ports import Buffer, Transport
@@ -43,7 +43,8 @@ class Evaluations:
     """Those of one trainer: which are due, the one that runs, and what they came to."""
 
     def __init__(
-        self, run: Run, entering: Callable[[list[int]], list[Buffer]] | None, transport: Transport,
+        self, run: Run, entering: Callable[[list[int]], Awaitable[list[Buffer]]] | None,
+        transport: Transport,
         counted: Callable[[Stage], Sequence[PeerId]], route: Callable[[Collection[PeerId]], list[PeerId]],
         failed: Callable[[PeerFault], None], emit: events.Emit, expected_s: Callable[[int], float],
     ) -> None:  # fmt: skip
@@ -137,11 +138,11 @@ class Evaluations:
         One peer's word that it must not be, or that the step is over, is no proof.
         """
         assert self._entering is not None
-        body = self._entering(evaluation.eval_offsets(self._run, e))
-        found, pause_s = list[tuple[list[PeerId], float]](), RETRY_S
+        body, found, pause_s = list[Buffer](), list[tuple[list[PeerId], float]](), RETRY_S
         near = evaluation.ALIKE[self._run.dtype]
         while len(found) < MAX_ANSWERS:
             try:
+                body = body or await self._entering(evaluation.eval_offsets(self._run, e))
                 route = self._route({peer for there, _ in found for peer in there})
                 loss = await self._ask(t, e, route, body, limit_s)
                 alike = [one for there, one in found if self._are_apart(there, route)]

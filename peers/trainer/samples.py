@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+import asyncio
+from collections.abc import Callable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from swarm.manifest import Run
 from swarm.wire.buffers import Buffer
+
+T = TypeVar("T")
 
 
 class Batches(Protocol):
@@ -48,6 +52,12 @@ def entering(run: Run, rows: np.ndarray | list[np.ndarray]) -> list[Buffer]:
     from swarm.wire.codec import encode
 
     return [buffer for tensor in model_inputs(run, rows) for buffer in encode(tensor, "none").buffers]
+
+
+async def fetched(batches: Batches, offsets: list[int], made: Callable[[], T]) -> T:
+    """What is made of samples: in a thread where they have to be fetched, which may take long."""
+    is_here = not isinstance(batches, Fetching) or batches.has(offsets)
+    return made() if is_here else await asyncio.to_thread(made)
 
 
 def samples_of(run: Run, batches: Batches, offsets: list[int]) -> tuple[list[Buffer], list[Buffer]]:

@@ -25,7 +25,7 @@ from peers.liveness_probe import Prober
 from peers.ports import Answer, Directory, Transport
 from peers.stage_calls import MAX_PAUSE_S, StageCalls
 from peers.trainer.run_watch import RunWatch
-from peers.trainer.samples import Batches, Fetching, entering, samples_of
+from peers.trainer.samples import Batches, entering, fetched, samples_of
 from peers.voices import Voices
 from peers.vouching.giver import VoucherGiver
 from peers.vouching.tickets import check_answer, hops_shown
@@ -143,8 +143,9 @@ class Trainer:
         """Of the microbatches of open steps that this trainer got an answer for."""
         self._slow_told = now_s()
         self._evaluations = Evaluations(
-            run, None if held_out is None else lambda offsets: entering(run, held_out.batch(offsets)),
-            transport, self._voices.counted, self._route_of_counted,
+            run, None if held_out is None else lambda offsets: fetched(
+                held_out, offsets, lambda: entering(run, held_out.batch(offsets))
+            ), transport, self._voices.counted, self._route_of_counted,
             lambda fault: self._router.failed(fault.peer, now=now_s(), silent=fault.silent), emit,
             self._pace.horizon_s,
         )  # fmt: skip
@@ -283,7 +284,9 @@ class Trainer:
                 lacking |= self._first.answered_by(mb)
                 await self._first.holders(mb, lacking=True)
             found = self._route(mb, lacking=lacking)
-            samples = await self._samples(mb)
+            offsets = sample_offsets(self._run, *mb)
+            made = partial(samples_of, self._run, self._batches, offsets)
+            samples = await fetched(self._batches, offsets, made)
             peer = found[0]
             ran, done, took_s = await self._first.unless_late(
                 peer, mb.t, self._call(found, item, samples), partial(another, peer)
@@ -417,13 +420,6 @@ class Trainer:
             known = known or not self._router.knows(stage, found.peer)
             route.append(found.peer)
         return route
-
-    async def _samples(self, mb: Microbatch) -> tuple[list[Buffer], list[Buffer]]:
-        """What stage 0 is sent of a microbatch, and what proves it."""
-        offsets = sample_offsets(self._run, *mb)
-        made = partial(samples_of, self._run, self._batches, offsets)
-        is_here = not isinstance(self._batches, Fetching) or self._batches.has(offsets)
-        return made() if is_here else await asyncio.to_thread(made)  # fetched there
 
     async def _call(
         self, route: list[PeerId], item: WorkItem, samples: tuple[list[Buffer], list[Buffer]]

@@ -17,8 +17,6 @@ from swarm.protocol.voice import voice_of
 from swarm.records import Voucher
 from swarm.wire.messages import Ack, GiveVoucher, pack, unpack
 
-MAX_FILE_BYTES = 4096
-
 
 class OwnVoucher:
     """The best that this process was given for its run.
@@ -36,8 +34,7 @@ class OwnVoucher:
         if self.value is not None or self._path is None:
             return
         with contextlib.suppress(OSError, msgspec.MsgspecError, ValueError, Refused):
-            with self._path.open("rb") as file:
-                kept = unpack(file.read(MAX_FILE_BYTES), GiveVoucher, run.id)
+            kept = unpack(self._path.read_bytes(), GiveVoucher, run.id)
             me, signer = transport.peer_id, transport.signer
             if voice_of(me, kept.voucher, run, signer, version=kept.voucher.t):
                 self.value = kept.voucher

@@ -28,7 +28,7 @@ from peers.storage.weights import Weights
 from peers.watch.metrics import registry_of
 from peers.watch.monitor import Monitor
 from peers.watch.terminal import _loss
-from swarm.errors import Busy, NotReady, Refused, SetupError, Stale
+from swarm.errors import Busy, NotNow, NotReady, Refused, SetupError, Stale
 from swarm.evaluation import eval_data, eval_offsets, is_due, mean_loss, microbatches, version_of
 from swarm.manifest import DataSpec, EvalSpec, Run, demo_run, parse_run
 from swarm.model.evaluate import loss_of
@@ -242,7 +242,7 @@ async def test_an_end_of_the_run_that_no_peer_evaluates_is_said() -> None:
     told, failed = list[Any](), list[Any]()
     last = Evaluations(
         eval_run(),
-        lambda _: [],
+        lambda _: asyncio.sleep(0.0, []),
         Any,
         lambda _: [],
         nobody,
@@ -253,6 +253,28 @@ async def test_an_end_of_the_run_that_no_peer_evaluates_is_said() -> None:
     await last.last([])
     await last.close()
     assert [one.text for one in told] == ["the evaluation of the run's end took over 120 s"]
+
+
+async def test_data_that_went_from_the_cache_are_fetched_again() -> None:
+    """Training reads more than the cache has room for. A server that was busy then ended the trainer."""
+    run, here = eval_run(steps=2), list[bool]()
+
+    class Far(Text):
+        def has(self, offsets: list[int]) -> bool:
+            return False
+
+    def batch(offsets: list[int]) -> np.ndarray:
+        here.append(len(here) > 3)
+        if not here[-1]:
+            raise NotNow("a shard of the data cannot be had now")
+        return batch_of(run)(offsets)
+
+    async with swarm(run, batches=Text(batch_of(run))) as s:
+        s.add_trainer("trainer", held_out=Far(batch))
+        await s.until_finished(limit_s=60.0)
+        await s.until(s.tasks["trainer"].done)
+        told = {(event.version, event.loss) for event in s.seen(Evaluated)}
+    assert told == set(expected(run)[0].items())
 
 
 async def test_a_trainer_without_the_data_evaluates_nothing_and_holds_nothing_up() -> None:

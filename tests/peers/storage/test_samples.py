@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from peers.programs.manifest_pinning import pinned
 from peers.storage.samples import Samples, open_data, open_samples
 from peers.trainer import entering
+from peers.trainer.samples import fetched
 from swarm.data import sample_offsets
 from swarm.errors import SetupError
 from swarm.manifest import BatchSpec, CustomModelSpec, DataSpec, Run, demo_run
@@ -24,6 +26,23 @@ def of(code: str) -> Run:
         data=DataSpec(source="code", code=f"{HERE}:{code}", sequence_length=1),
         batch=BatchSpec(microbatch_size=3, microbatches_per_step=2),
     )
+
+
+class Far:
+    """Samples of which some are here."""
+
+    def batch(self, offsets: list[int]) -> np.ndarray:
+        return np.array(offsets)
+
+    def has(self, offsets: list[int]) -> bool:
+        return 7 not in offsets
+
+
+async def test_only_what_has_to_be_fetched_is_fetched_in_a_thread() -> None:
+    here = threading.get_ident()
+    assert await fetched(Far(), [1], threading.get_ident) == here
+    assert await fetched(Far(), [1, 7], threading.get_ident) != here
+    assert await fetched(open_data(of("samples")), [7], threading.get_ident) == here, "code of the user's"
 
 
 def test_a_run_is_bound_to_its_samples_and_its_model_and_trainers_send_the_inputs() -> None:
