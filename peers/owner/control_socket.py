@@ -59,7 +59,7 @@ async def obeying(owner: Owner, about: Callable[[], PeerAnswer]) -> AsyncIterato
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
     for path in folder.glob("*.sock"):
-        if not _answers(path):
+        if not (Path("/proc", path.stem).exists() or _answers(path)):  # one that starts listens in a moment
             path.unlink(missing_ok=True)  # its peer was killed
 
     async def answer(do: Do) -> PeerAnswer:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import stat
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -99,6 +100,16 @@ async def test_where_no_peer_runs_that_is_said_and_what_a_killed_one_left_goes_a
     with pytest.raises(SetupError, match="none runs"):
         await run_command(ResumeOptions())
     assert not path.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+async def test_a_peer_that_starts_takes_nothing_away_of_one_that_starts_beside_it() -> None:
+    """Of eight that start at once some are seen between two calls, and no command reached such a one ever."""
+    (folder := control_folder()).mkdir()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path := folder / f"{os.getppid()}.sock"))
+        async with peer():
+            assert path.exists()
 
 
 async def test_the_next_peer_takes_away_what_a_killed_one_left(cache: Path) -> None:
