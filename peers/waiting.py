@@ -207,7 +207,7 @@ class LatestValueSender(Generic[K, M]):
     def post(self, key: K, message: M) -> None:
         """Send `message` as soon as the one before it under that key is answered."""
         self._waiting[key] = message
-        if key not in self._running:
+        if (running := self._running.get(key)) is None or running.done():  # perhaps it was never begun
             self._running[key] = asyncio.get_running_loop().create_task(self._deliver(key))
 
     async def _deliver(self, key: K) -> None:

@@ -24,6 +24,21 @@ async def test_what_is_posted_in_the_moment_the_last_one_is_answered_goes_out_at
     await courier.close()
 
 
+async def test_what_was_stopped_before_it_began_does_not_stop_what_is_posted_later() -> None:
+    sent: list[int] = []
+
+    async def send(peer: str, message: int) -> None:
+        sent.append(message)
+
+    courier: LatestValueSender[str, int] = LatestValueSender(send)
+    courier.post("peer", 1)
+    await courier.close()
+    courier.post("peer", 2)
+    await asyncio.sleep(0)
+    assert sent == [2]
+    await courier.close()
+
+
 async def test_what_is_posted_meanwhile_replaces_what_waits() -> None:
     sent: list[tuple[str, int]] = []
     answered = asyncio.Event()
