@@ -443,12 +443,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         full = {errno.ENOSPC: "the disk is full: make room", errno.EFBIG: "the output may not be that large"}
         if isinstance(error, FileNotFoundError) and not error.filename:
             full[errno.ENOENT] = NO_TMP if "temporary" in str(error) else "the folder that you are in is gone"
-        if isinstance(error, OSError):
-            text = shortage(error) or full.get(error.errno or 0)
-            if text or error.filename:
-                _say(args, text or f"{error.filename}: {error.strerror}")
-                _no_more_output(sys.stdout)
-                return Exit.SETUP
+        text = shortage(error)
+        if isinstance(error, OSError) and not text:
+            text = full.get(error.errno or 0) or (error.filename and f"{error.filename}: {error.strerror}")
+        if text:
+            _say(args, text)
+            _no_more_output(sys.stdout)
+            return Exit.SETUP
         _say(args, f"a bug in swarm: {type(error).__name__}: {error} (add --traceback to see where)")
         return Exit.FAILED
 

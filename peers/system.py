@@ -45,13 +45,17 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def shortage(error: OSError) -> str:
+def shortage(error: BaseException) -> str:
     """What this process itself is short of, in words, if that is what an error says."""
-    if error.errno == errno.EMFILE:
+    number, said = getattr(error, "errno", 0), str(error)
+    if number == errno.EMFILE:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"this process has no free file descriptors ({limit} are allowed): raise the limit (ulimit -n)"
-    if error.errno == errno.ENFILE:
+    if number == errno.ENFILE:
         return "this machine has no free file descriptors: end other programs, or raise fs.file-max"
+    short = isinstance(error, MemoryError) or number == errno.ENOMEM
+    if short or "can't allocate memory" in said or "out of memory" in said:  # torch's words, CPU and GPU
+        return "no memory is left: end other programs, or raise the limit (ulimit -v, that of the container)"
     return ""
 
 

@@ -179,7 +179,8 @@ class Node:
             if name is not None:
                 self.run_id = await self.directory.find_run(name)
         except ControlError as error:
-            raise SetupError(f"p2pd fails right after its start: {error.text}") from None
+            advice = _SHORT if isinstance(error, ShortOfFiles) else _KILLED
+            raise SetupError(f"p2pd fails right after its start: {error.text}. {advice}") from None
 
     async def _run_on(self, daemon: Daemon, relay_s: float) -> None:
         """Use this p2pd from now on, once it is known where others reach it."""
@@ -204,7 +205,7 @@ class Node:
             try:
                 await self._replace_daemon()
             except (SwarmError, OSError) as error:
-                short = shortage(error) if isinstance(error, OSError) else ""
+                short = shortage(error)
                 why = error.text if isinstance(error, SwarmError) else short or str(error)
                 advice = _SHORT if short or os.strerror(errno.EMFILE) in why else _KILLED
                 logger.warning("an attempt to start p2pd again failed: %s", why)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -16,7 +19,7 @@ from peers.net.node import LONGEST_PAUSE_S, STABLE_S, Deaths, Node
 from peers.net.p2pd import Daemon, DaemonOptions
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer
-from swarm.errors import PeerGone
+from swarm.errors import PeerGone, SetupError
 from swarm.wire.messages import pack
 
 pytestmark = pytest.mark.virtual_time
@@ -39,6 +42,27 @@ async def test_p2pd_is_started_again_with_growing_pauses_until_it_died_too_often
         now += STABLE_S + 0.1
     deaths = Deaths(100)
     assert max(deaths.pause_s(now=0.0) or 0.0 for _ in range(100)) == LONGEST_PAUSE_S
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"), [(errno.ENOENT, "nothing kills it (memory"), (errno.EMFILE, "Mend that")]
+)
+async def test_a_p2pd_that_ends_once_it_listened_is_said_with_what_to_do(
+    number: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is short it says that it listens, and dies: only a missing file was said."""
+    told = Told()
+
+    async def gone(path: str) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    async def ready() -> None: ...
+
+    monkeypatch.setattr(asyncio, "open_unix_connection", gone)
+    told.ready, told.close_now, told.control_path = ready, lambda: None, tmp_path  # type: ignore
+    with pytest.raises(SetupError, match="p2pd fails right after its start") as caught:
+        await Node(daemon=told).__aenter__()  # type: ignore[arg-type]
+    assert advice in caught.value.text
 
 
 # -- at home, behind a relay -------------------------------------------------------------------------------

@@ -780,6 +780,26 @@ def test_a_lack_of_file_descriptors_is_no_bug(
 
 
 @pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 MiB."),
+    ],
+)
+def test_a_lack_of_memory_is_no_bug(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A peer on a small machine said that it is."""
+    monkeypatch.setattr(cli, "_run_tool", raising(error))
+    monkeypatch.setattr(cli, "_no_more_output", lambda stream: None)
+    assert main(["demo"]) == Exit.SETUP
+    said = capsys.readouterr().err
+    assert "no memory is left: end other programs" in said and "bug" not in said
+
+
+@pytest.mark.parametrize(
     ("words", "who"),
     some(
         [("manifest", "swarm manifest"), ("--version", "swarm"), ("peer --help", "swarm peer")],
