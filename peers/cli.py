@@ -427,11 +427,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = (_run_role if args.command in ROLES else _run_tool)(args)
         sys.stdout.flush()  # here a full disk can still be told
         return code
-    except SwarmError as error:
-        if args.traceback:
-            raise
-        _say(args, error.text)
-        return exit_code(error)
     except KeyboardInterrupt:
         return Exit.STOPPED
     except BrokenPipeError:
@@ -440,6 +435,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if args.traceback:
             raise
+        if isinstance(error, SwarmError):
+            _say(args, error.text)
+            return exit_code(error)
         full = {errno.ENOSPC: "the disk is full: make room", errno.EFBIG: "the output may not be that large"}
         if isinstance(error, FileNotFoundError) and not error.filename:
             full[errno.ENOENT] = NO_TMP if "temporary" in str(error) else "the folder that you are in is gone"

@@ -392,12 +392,9 @@ class Peer(Networked[arg.PeerOptions]):
 
         options, most, island = self.options, self.options.max_vram, run.island(0)
         counts = most is not None and not (options.recompute or options.recompute_layers)
-
-        def least_bytes(stage: Stage) -> int:
-            kept, host_sums = foretold_bytes(island, stage) if counts else 0, options.host_sums
-            return needs_of(island, stage, microbatch=kept, host_sums=host_sums and device != "cpu").least
-
-        least = {stage: least_bytes(stage) for stage in {cell % run.S for cell in cells}}
+        stages, host_sums = {cell % run.S for cell in cells}, options.host_sums and device != "cpu"
+        kept = {stage: foretold_bytes(island, stage) if counts else 0 for stage in stages}
+        least = {s: needs_of(island, s, microbatch=kept[s], host_sums=host_sums).least for s in stages}
         total, smallest = describe(device).total_bytes, min(least.values())
         if smallest > (room := total if most is None else min(most, total)):
             raise SetupError(

@@ -90,9 +90,8 @@ def _said(records: Sequence[PeerRecord], found: Found) -> dict[Stage, dict[PeerI
             said[record.stage][record.peer] = record.version
     for stage, versions in found.sources.items():
         for version, peers in versions.items():
-            for peer in peers:
-                if peer not in keepers:
-                    said[stage][peer] = max(version, said[stage].get(peer, version))
+            for peer in {*peers} - keepers:
+                said[stage][peer] = max(version, said[stage].get(peer, version))
     return said
 
 
@@ -151,7 +150,7 @@ class CheckpointKeeper:
 
     async def run(self) -> None:
         """Look at what is on the disk, then keep and serve until `leave`."""
-        await self._take_stock()
+        await self._take_stock(False)
         if self.version is None:
             every = self._run.checkpoint_every
             when = f"every {every} steps" if every else "at the end of the run only (checkpoint_every = 0)"
@@ -180,8 +179,8 @@ class CheckpointKeeper:
 
     # -- what is here -----------------------------------------------------------------------------
 
-    async def _take_stock(self) -> None:
-        """Note what is on the disk now; say so if the newest whole version is another."""
+    async def _take_stock(self, announces: bool) -> None:
+        """Note what is on the disk now; say so if the newest whole version is another, and to the run."""
         for stage in self.stages:
             versions = await self.leases.versions(stage)
             voiced = await asyncio.to_thread(self._voiced_of, stage, versions)
@@ -191,10 +190,18 @@ class CheckpointKeeper:
         if self.version is not None and self.version != self._said:
             self._said = self.version
             self._emit(events.Kept(version=self.version, stages=self.stages))
+        if announces:
+            await self._announce()
+
+    def _saved(self, stage: Stage, version: int) -> checkpoint.Checkpoint:
+        return checkpoint.Checkpoint(self._settings.folder, self._run, stage, version)
+
+    def _is_there(self) -> bool:
+        """Whether the newest version still is on the disk."""
+        return (v := self.version) is None or all(self._saved(s, v).is_whole() for s in self.stages)
 
     def _voiced_of(self, stage: Stage, versions: Sequence[int]) -> list[int]:
-        folder, run = self._settings.folder, self._run
-        return [v for v in versions if checkpoint.Checkpoint(folder, run, stage, v).voiced]
+        return [v for v in versions if self._saved(stage, v).voiced]
 
     # -- keeping ----------------------------------------------------------------------------------
 
@@ -202,7 +209,7 @@ class CheckpointKeeper:
         """Look at what is on the disk, and fetch what is newer, once. Leaves the directory as it is: a
         visitor of the run keeps nothing for others.
         """
-        await self._take_stock()
+        await self._take_stock(False)
         await self._keep(announces=False)
 
     async def _keep_often(self) -> None:
@@ -214,6 +221,11 @@ class CheckpointKeeper:
     async def _keep(self, *, announces: bool = True) -> None:
         """Fetch all that is offered and of use; `announces`: and tell the run what is here."""
         now = now_s()
+        if not await asyncio.to_thread(self._is_there):
+            text = f"version {self.version} was removed from {self._settings.folder}: fetching it again"
+            self._emit(events.Trouble(text=f"{text}, if others have it"))
+            self._said = None
+            await self._take_stock(announces)
         known = await self._directory.refresh()
         records = [r for r in known if not self._backoff.in_backoff(r.peer, now=now)]
         voice = {stage: self._voices.of(stage) for stage in range(self._run.S)}
@@ -236,13 +248,10 @@ class CheckpointKeeper:
                 self._emit(events.Note(text=f"{text}{LAST_S:.0f} s; again to leave now"))
             offer, limit_s = offered[stage].pop(version), ELSEWHERE_S if announces else math.inf
             sources = [peer for peer in offer if not self._backoff.in_backoff(peer, now=now_s())]
-            if not sources or not await self._fetch(stage, version, sources, voice[stage], limit_s):
-                if now_s() < self._full_until:
-                    return
-                continue
-            await self._take_stock()
-            if announces:
-                await self._announce()
+            if sources and await self._fetch(stage, version, sources, voice[stage], limit_s):
+                await self._take_stock(announces)
+            elif now_s() < self._full_until:
+                return
 
     async def _keep_the_last(self) -> None:
         """Fetch what is newer before leaving, within `LAST_S`; say what is lost all the same."""
@@ -299,13 +308,12 @@ class CheckpointKeeper:
         source, took_s = next(iter(found.sources), ""), now_s() - began
         fetched = events.StateFetched(stage=stage, version=version, source=source, bytes=size, seconds=took_s)
         self._emit(fetched)
-        saved = checkpoint.Checkpoint(self._settings.folder, self._run, stage, version)
         voiced = found.voiced or bool(signed) or not self._run.admission.named
         try:
+            save, keep = self._saved(stage, version).save, self._settings.keep
             await asyncio.to_thread(
-                saved.save, found.tensors, keep=self._settings.keep, together=self.stages, voiced=voiced,
-                signed=signed[:MAX_SIGNED],
-            )  # fmt: skip
+                save, found.tensors, keep=keep, together=self.stages, voiced=voiced, signed=signed
+            )
         except SetupError as error:
             self._full(error.text)
             return False
@@ -322,7 +330,8 @@ class CheckpointKeeper:
         most = signed_states(self._run, signer, words).get(version, [])
         if len(most) >= SIGNERS and weights_of(most[0]) != digest:
             return None
-        return list({by.peer: (took, by) for took, by in words if weights_of((took, by)) == digest}.values())
+        same = {by.peer: (took, by) for took, by in words if weights_of((took, by)) == digest}
+        return [*same.values()][:MAX_SIGNED]
 
     def _refused(self, stage: Stage, version: int, why: str, by: Collection[PeerId] = ()) -> bool:
         """Say why a version is not kept, and leave those alone that gave it."""

@@ -6130,8 +6130,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "keepers-do-not-save-what-was-signed",
         "peers/transfer/keeper.py",
-        "signed=signed[:MAX_SIGNED]",
-        "signed=()",
+        "voiced=voiced, signed=signed",
+        "voiced=voiced",
         "All peers of a stage are gone, and of two keepers the one whose id is smaller is believed.",
         ("test_believing",),
     ),

@@ -261,6 +261,26 @@ async def test_a_keeper_that_leaves_without_the_last_version_says_what_is_lost(
         ]
 
 
+async def test_what_is_removed_from_a_keepers_disk_is_fetched_again_and_not_said_to_be_kept(
+    tmp_path: Path,
+) -> None:
+    """It said until its end that it had the run's last version, and told it to all who look."""
+    async with swarm(RUN, replicas=1) as s:
+        keeper = await trained_with_keeper(s, tmp_path)
+        await s.until(lambda: keeper.version == RUN.steps)
+        s.events.clear()
+        shutil.rmtree(tmp_path / RUN.id)
+        await s.until(lambda: s.seen(Kept))
+        assert f"version 4 was removed from {tmp_path}: fetching it again" in s.seen(Trouble)[0].text
+        assert checkpoint.newest_common_step(tmp_path, RUN) == RUN.steps
+        s.kill_and_forget("s0p0", "s1p0")
+        shutil.rmtree(tmp_path / RUN.id)
+        await s.until(lambda: s.network.records["keeper"].version == 0)
+        keeper.leave()
+        await s.until(s.tasks["keeper"].done)
+        assert [event.text for event in s.seen(Note)][-1] == "this keeper leaves with nothing"
+
+
 async def test_a_keeper_says_what_it_leaves_with_though_the_peers_left_before(tmp_path: Path) -> None:
     async with swarm(replace(RUN, checkpoint_every=0), replicas=1) as s:
         keeper = await trained_with_keeper(s, tmp_path)
