@@ -26,8 +26,9 @@ def main() -> int:
         import signal
 
         # A shell's `&` has SIGINT ignored, and the first process of a container gets only what it handles.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
-            signal.signal(number, interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # of nohup
+                signal.signal(number, interrupt)
         import peers.cli
 
         return peers.cli.main()

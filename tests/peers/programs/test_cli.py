@@ -97,15 +97,22 @@ class Interrupted:
             raise KeyboardInterrupt
 
 
-def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("nohup", [False, True])
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(
+    nohup: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the terminal is one too: it left what a tool had downloaded in /tmp; but not under nohup."""
     monkeypatch.delitem(sys.modules, "peers.cli")
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell has it for what is followed by `&`
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
     try:
         assert importlib.import_module("peers.__main__").main() == Exit.STOPPED
-        assert {signal.getsignal(number) for number in before} == {interrupt}
+        *others, hangup = map(signal.getsignal, numbers)
+        assert {*others} == {interrupt}
+        assert hangup == (signal.SIG_IGN if nohup else interrupt)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
