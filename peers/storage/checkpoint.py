@@ -174,7 +174,7 @@ class Checkpoint:
                 try:
                     self._write(tensors, meta={} if voiced else {_VOICED: False}, signed=tuple(signed))
                     break
-                except FileNotFoundError:
+                except (FileNotFoundError, FileExistsError):  # gone while it was made, or looked at
                     if attempt + 1 == MAX_WRITES:
                         raise
         self._prune(keep, range(self._run.S) if together is None else together)

@@ -536,3 +536,21 @@ def test_a_folder_that_a_replica_removes_in_the_middle_of_a_save_is_made_again(
     left[0] = 100
     with pytest.raises(SetupError, match="No such file or directory"):  # bounded: something else is wrong
         Checkpoint(tmp_path, RUN, 0, 8).save(TENSORS)
+
+
+def test_a_folder_that_a_replica_removes_while_it_is_looked_at_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk it was said that the file exists, and the checkpoint was not tried again."""
+    where, is_dir, left = _step(tmp_path, 7), Path.is_dir, [1]
+    where.mkdir(parents=True)
+
+    def gone(self: Path, **also: Any) -> bool:
+        if self == where and left:  # it could not be made, since it was there
+            left.clear()
+            where.rmdir()
+        return is_dir(self, **also)
+
+    monkeypatch.setattr(Path, "is_dir", gone)
+    Checkpoint(tmp_path, RUN, 0, 7).save(TENSORS)
+    assert not left and saved_steps(tmp_path, RUN, 0) == [7]
