@@ -77,7 +77,7 @@ def captured(
     SetupError: it cannot be captured; or the block says so (`Untraceable`)."""
     whole = WithLoss(model, loss)
     check_traceable(whole)
-    names = input_names(model, example)
+    names = input_names(model, example, {*whole.weights(), *whole.tensors()})
     try:
         yield capture(whole, example, names)
     except Untraceable as error:
@@ -119,8 +119,9 @@ def check_traceable(whole: WithLoss) -> None:
             )
 
 
-def input_names(model: nn.Module, example: tuple[Any, Any, Any]) -> list[str]:
-    """A name for every tensor in the sample, in the order of its leaves."""
+def input_names(model: nn.Module, example: tuple[Any, Any, Any], taken: set[str]) -> list[str]:
+    """A name for every tensor in the sample, in the order of its leaves; none is `taken` by another tensor,
+    such as a weight that is called as an argument of `forward`."""
     args, kwargs, loss_args = example
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
@@ -129,14 +130,16 @@ def input_names(model: nn.Module, example: tuple[Any, Any, Any]) -> list[str]:
             "" if loss_args else ". If it does not give its loss itself, give a loss, which takes the target"
         )
         raise SetupError(f"the sample does not fit {type(model).__name__}.forward: {error}{hint}") from error
-    by_place = [name for name in bound if name not in kwargs]
-    heads = {i: by_place[min(i, len(by_place) - 1)] for i in range(len(args))}
-    found: list[str] = []
-    parts = [(heads[i], arg) for i, arg in enumerate(args)] + list(kwargs.items())
-    for head, part in (*parts, *(("target", arg) for arg in loss_args)):
-        found.extend(head for leaf in pytree.tree_leaves(part) if isinstance(leaf, torch.Tensor))
+    heads = [name for name in bound if name not in kwargs]
+    heads += heads[-1:] * (len(args) - len(heads))
+    parts = (*zip(heads, args, strict=False), *kwargs.items(), *(("target", arg) for arg in loss_args))
+    found = [head for head, part in parts for one in pytree.tree_leaves(part) if torch.is_tensor(one)]
     count, numbers = Counter(found), defaultdict[str, Iterator[int]](itertools.count)
-    return [name if count[name] == 1 else f"{name}_{next(numbers[name])}" for name in found]
+    names = [name if count[name] == 1 else f"{name}_{next(numbers[name])}" for name in found]
+    for i in range(len(names)):
+        while names[i] in taken.union(names[:i]):
+            names[i] += "_"
+    return names
 
 
 # --- calls and their graph ----------------------------------------------------------------------------------
@@ -215,8 +218,11 @@ class Builder:
         args, kwargs = self._filled(node.args), dict(self._filled(node.kwargs))
         several = isinstance(value, (list, tuple))
         results: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
-        stem = node.name if node.name not in self._taken else f"{node.name}_"
-        outputs = tuple(f"{stem}.{i}" if several else stem for i in range(len(results)))
+        ends = [f".{i}" if several else "" for i in range(len(results))]
+        stem = node.name
+        while not self._taken.isdisjoint([stem, *(outputs := tuple(stem + end for end in ends))]):
+            stem += "_"
+        self._taken.update(outputs)
         plain, function = node.meta.get("plain", False), cast(Callable[..., Any], node.target)
         call = Call(
             function=function, args=args, kwargs=kwargs, outputs=outputs, several=several, plain=plain
@@ -229,11 +235,8 @@ class Builder:
                 self._env[node] = given["input"]
                 return
             if operators.is_batch_norm(name, given):
-                buffers = (given["running_mean"].name, given["running_var"].name)
-                self._told[node.name] = [
-                    (buffer, output, given["momentum"])
-                    for buffer, output in zip(buffers, operators.told_by(node), strict=True)
-                ]
+                told = zip(("running_mean", "running_var"), operators.told_by(node), strict=True)
+                self._told[node.name] = [(given[key].name, out, given["momentum"]) for key, out in told]
             call = operators.ruled(
                 node, call, given, module=module, shape=() if several else _shape(results[0], node),
                 site=lambda: self._site(module),
@@ -295,8 +298,8 @@ class Builder:
         told = {buffer for name in kept for buffer, _, _ in self._told.get(name, ())}
         for index, name in enumerate(kept):
             node, target, module, call = self._calls[name]
-            reads = dict.fromkeys(ref.name for ref in refs((call.args, call.kwargs)))
-            reads = [read for read in reads if read in self._values]
+            read = (ref.name for ref in refs((call.args, call.kwargs)) if ref.name in self._values)
+            reads = list(dict.fromkeys(read))
             if name not in self._told and (others := told.intersection(reads)):
                 raise SetupError(
                     f"{where(node)}operator {target} reads {min(others)}, which a batch norm in training "

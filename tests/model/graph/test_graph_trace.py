@@ -171,6 +171,36 @@ def test_a_name_of_an_input_may_be_that_of_an_operator() -> None:
     check_parity(compute(model, traced, {"mean": X}), 3)
 
 
+class Namesakes(nn.Module):
+    """Its weights and buffers are called as its inputs and operators are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mul, self.mul_ = nn.Parameter(2 * torch.ones(3, 4)), nn.Parameter(3 * torch.ones(3, 4))
+        self.split = nn.ParameterList([torch.full((3, 2), 5.0), torch.full((3, 2), 7.0)])
+        self.register_buffer("x_0", torch.full((3, 4), 11.0))
+
+    def forward(self, x: tuple[torch.Tensor, torch.Tensor], x_0: torch.Tensor) -> torch.Tensor:
+        y = (x[0] - x[1] * x_0) * self.mul * self.mul_ * self.x_0
+        left, right = y.split(2, 1)
+        return (left * self.split[1] + right * self.split[0]).mean()
+
+
+def test_what_is_called_alike_is_not_taken_for_one_another() -> None:
+    """A buffer `target` was read in place of the target, and its model trained on that without a word."""
+    model, args = Namesakes().double(), (X.double(), X.double().exp(), X.double().cos())
+    traced = trace(model, (args[:2], args[2]))
+    assert traced.graph.inputs == ("x_0_", "x_1", "x_0__")
+    loss = model(args[:2], args[2])
+    loss.backward()
+    for assignment in random_cuts(traced.graph, 4, seed=1):
+        pieces = cut(traced, assignment, seed=0)
+        got = gradients(pieces, dict(zip(traced.graph.inputs, args, strict=True)), Microbatch(0, 0))
+        torch.testing.assert_close(got.loss, loss)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(got.parameters[name], parameter.grad)
+
+
 # --- writes in place, views, many outputs -------------------------------------------------------------------
 
 
