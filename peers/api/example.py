@@ -102,7 +102,8 @@ def rehearse(made: CustomModel, *, halves: bool) -> None:
     try:
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=halves)
         with torch.no_grad(), torch.random.fork_rng([]), autocast:
-            WithLoss(made.module, made.loss)(tuple(made.args), dict(made.kwargs), tuple(made.targets))
+            out = made.module(*made.args, **made.kwargs)
+            _ = out if made.loss is None else made.loss(out, *made.targets)
     except NotImplementedError:
         pass  # not on a CPU
     except (RuntimeError, IndexError, TypeError) as error:
@@ -115,10 +116,8 @@ def _count_tensors(tree: Any) -> int:
 
 
 def rows_of(inputs: Any) -> int:
-    for leaf in pytree.tree_leaves(inputs):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return leaf.shape[0]
-    return ROWS
+    leaves = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+    return next((leaf.shape[0] for leaf in leaves if leaf.dim()), ROWS)
 
 
 def columns_of(data: Any) -> Columns:

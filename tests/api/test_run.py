@@ -247,6 +247,24 @@ def test_a_part_that_train_leaves_in_evaluation_mode_is_trained_in_it() -> None:
     assert torch.equal(cast(Any, single.model()).norm.running_mean, torch.zeros(16))
 
 
+class Lit(Net):
+    """Switches gradients on itself, which for whoever calls it are on anyway."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return super().forward(tokens)
+
+
+def test_a_module_may_switch_gradients_on() -> None:
+    """It was refused for weights that are part of no module."""
+    with torch.random.fork_rng(devices=[]):
+        lit, plain = Lit(), net()
+        lit.load_state_dict(plain.state_dict())
+    first, other = (swarm.reference(run(model=model, steps=1)) for model in (lit, plain))
+    assert [step.losses for step in first] == [step.losses for step in other]
+    assert all(torch.equal(weight, other.weights()[name]) for name, weight in first.weights().items())
+
+
 class Weighted(nn.Module):
     """A loss with a weight of its own."""
 
