@@ -62,8 +62,7 @@ def _counted(traced: Traced) -> Iterator[_Kernels]:
 
 def made_up_calls(traced: Traced) -> Iterator[Callable[[], None]]:
     """For each operator a function that computes it forward and backward, on the CPU."""
-    for call in traced.calls:
-        yield _made_up(call, traced)
+    return (_made_up(call, traced) for call in traced.calls)
 
 
 def _made_up(call: Call, traced: Traced) -> Callable[[], None]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from swarm.errors import SetupError, count
 from swarm.model.graph.ir import NormStatistic, OpGraph, Value
+from swarm.wire.tensor_meta import ITEM_BYTES, MAX_DIMS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +122,11 @@ def _check(graph: OpGraph, assignment: Sequence[int], free: frozenset[int]) -> N
     for op in graph.operators:
         for name in op.inputs:
             source = makers.get(name)
-            if source is None or source.index in free or assignment[source.index] <= assignment[op.index]:
-                continue
-            raise SetupError(
-                f"operator {op.name} of stage {assignment[op.index]} reads {name}, which stage "
-                f"{assignment[source.index]} makes: values flow to later stages only"
-            )
+            if source and source.index not in free and assignment[source.index] > assignment[op.index]:
+                raise SetupError(
+                    f"operator {op.name} of stage {assignment[op.index]} reads {name}, which stage "
+                    f"{assignment[source.index]} makes: values flow to later stages only"
+                )
     last = makers[graph.loss]
     if assignment[last.index] != max(assignment):
         raise SetupError(
@@ -141,6 +141,8 @@ WORTH = 0.2
 """A cut that sends less may take this part longer to compute."""
 RANDOM_ORDERS = 24
 """Depth-first, with branches in a random order: tried besides the graph's own."""
+NEVER_S = 1e9
+"""A stage takes that much longer whose output cannot travel, such as complex numbers."""
 NEARLY = 1e-9
 """Relative: what is gained below this is rounding."""
 
@@ -160,7 +162,7 @@ def find_cut(graph: OpGraph, seconds: Sequence[float], stages: int) -> tuple[int
         SetupError: fewer operators with weights than stages.
     """
     task = _Task(graph)
-    trained = sum(task.trains(index) for index in task.row)
+    trained = sum(task.trains[index] for index in task.row)
     if trained < stages:
         raise SetupError(
             f"{count(trained, 'operator')} with weights: too few for {stages} stages. One without trains "
@@ -190,6 +192,8 @@ class _Task:
 
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
+        self.trains = [bool(op.parameters) for op in graph.operators]
+        """Of each operator, whether it reads a weight."""
         free = recomputed(graph)
         self.row = tuple(op.index for op in graph.operators if op.index not in free)
         """The operators that are computed once, in the graph's order."""
@@ -204,14 +208,6 @@ class _Task:
             self.reads[op.index] = there.union(*(self.reads[helper] for helper in own))
             self.helpers[op.index] = own.union(*(self.helpers[helper] for helper in own))
 
-    def trains(self, index: int) -> bool:
-        """Whether an operator reads a weight."""
-        return bool(self.graph.operators[index].parameters)
-
-    def before(self, index: int) -> list[int]:
-        """The operators whose outputs it reads."""
-        return sorted({self.makers[name] for name in self.reads[index] if name in self.makers})
-
 
 class _Row:
     """The operators in one order, with what a stage between two places takes, and what crosses a place."""
@@ -219,8 +215,9 @@ class _Row:
     def __init__(self, task: _Task, order: Sequence[int], seconds: Sequence[float]) -> None:
         self.order = order
         self._seconds = np.cumsum([0.0, *(seconds[index] for index in order)])
-        self._trained = np.cumsum([0, *(task.trains(index) for index in order)])
-        self._bytes = _boundary_bytes(task, order)
+        self._trained = np.cumsum([0, *(task.trains[index] for index in order)])
+        self._bytes, stuck = _boundaries(task, order)
+        self._end_s = self._seconds + NEVER_S * (stuck > 0)
 
     def cut(self, stages: int, cost: Cost, most_s: float, most_bytes: float) -> tuple[float, list[int]]:
         """The least cost of a cut, and the place after each stage's last operator.
@@ -234,7 +231,7 @@ class _Row:
         best[0, 0] = 0.0
         for start in range(n):
             ends = slice(start + 1, None)
-            took_s, nbytes = self._seconds[ends] - self._seconds[start], self._bytes[ends]
+            took_s, nbytes = self._end_s[ends] - self._seconds[start], self._bytes[ends]
             fits = (took_s <= most_s) & (nbytes <= most_bytes) & (self._trained[ends] > self._trained[start])
             found = np.where(fits, join(best[:-1, start, None], (took_s, nbytes)[which]), math.inf)
             less = found < best[1:, ends]
@@ -246,8 +243,9 @@ class _Row:
         return float(best[stages, n]), places[::-1]
 
 
-def _boundary_bytes(task: _Task, order: Sequence[int]) -> np.ndarray:
-    """[n + 1] bytes that cross after so many operators, there and, of what has a gradient, back.
+def _boundaries(task: _Task, order: Sequence[int]) -> np.ndarray:
+    """[2, n + 1] what crosses after so many operators: bytes, there and, of what has a gradient, back; and
+    the tensors that cannot travel.
 
     A weight that several operators read crosses too: if they are on several stages, its gradients have to be
     added up.
@@ -261,14 +259,16 @@ def _boundary_bytes(task: _Task, order: Sequence[int]) -> np.ndarray:
         for name in op.parameters:
             first.setdefault(name, place + 1)
         last.update(dict.fromkeys((*task.reads[index], *op.parameters), place))
-    steps = np.zeros(len(order) + 2)
+    steps = np.zeros((len(order) + 2, 2))
     for name, until in last.items():
         value = graph.values[name]
+        travels = value.dtype in (*ITEM_BYTES, "bool") and len(value.shape) <= MAX_DIMS
         nbytes = value.nbytes * (2 if value.differentiable else 1)
+        crosses = np.array([nbytes, name in task.makers and not travels])
         # From where it is made up to the place before its last reader.
-        steps[first[name]] += nbytes
-        steps[until + 1] -= nbytes
-    return np.cumsum(steps)[:-1]
+        steps[first[name]] += crosses
+        steps[until + 1] -= crosses
+    return np.cumsum(steps, axis=0)[:-1].T
 
 
 def _orders(task: _Task) -> list[tuple[int, ...]]:
@@ -290,5 +290,6 @@ def _depth_first(task: _Task, rank: Mapping[int, int]) -> tuple[int, ...]:
         elif index not in done:
             stack.append((index, True))
             # The last is done first.
-            stack += [(need, False) for need in sorted(task.before(index), key=rank.__getitem__)]
+            needs = {task.makers[name] for name in task.reads[index] if name in task.makers}
+            stack += [(need, False) for need in sorted(needs, key=rank.__getitem__)]
     return tuple(done)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -108,6 +110,16 @@ def test_cheap_operators_are_computed_where_they_are_needed() -> None:
     graph = draft.op("b", ["a", "mask"], 1, weight=1).graph("b")
     assert find_cut(graph, seconds_of(graph), 2) == (0, 0, 1)
     assert [value.name for value in plan_stages(graph, (0, 0, 1))[0].outputs] == ["a"]
+
+
+@pytest.mark.parametrize("form", [{"dtype": "complex64"}, {"dtype": "int16"}, {"shape": (1,) * 9}])
+def test_no_cut_is_chosen_that_what_crosses_cannot_pass(form: dict[str, Any]) -> None:
+    """It was chosen, and refused then with the words to choose another."""
+    graph = row((8, 1), (1, 1), (8, 1), (8, 1))
+    assert find_cut(graph, [10.0, 10, 10, 10], 2) == (0, 0, 1, 1)
+    barred = replace(graph, values={**graph.values, "v1": replace(graph.values["v1"], **form)})
+    assert find_cut(barred, [10.0, 10, 10, 10], 2) in [(0, 1, 1, 1), (0, 0, 0, 1)]
+    assert find_cut(barred, [10.0, 10, 10, 10], 4) == (0, 1, 2, 3), "none is left: _check_cut says why"
 
 
 def test_weights_that_two_stages_would_read_are_kept_on_one() -> None:
