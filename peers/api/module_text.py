@@ -28,6 +28,8 @@ from swarm.model.graph.trace import captured
 from swarm.model.graph.untraceable import Untraceable
 
 INDENT = "    "
+SAID = ("self", "torch", "float")
+"""What the text of a forward means something else by than an input."""
 
 
 @unlogged()
@@ -39,7 +41,7 @@ def module_text(sample: CustomModel) -> tuple[list[str], dict[str, torch.Tensor]
     example = (tuple(sample.args), dict(sample.kwargs), tuple(sample.targets))
     sizes = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
     before = random.getstate()
-    with captured(sample.module, sample.loss, example) as found:
+    with captured(sample.module, sample.loss, example, SAID) as found:
         if random.getstate() != before:
             raise Untraceable("it draws random numbers by Python's random, once for all: draw them by torch")
         return _Writer(found, sizes).written()

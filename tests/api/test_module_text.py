@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,22 @@ def test_a_tied_weight_is_one_and_a_tensor_given_twice_is_two_inputs(tmp_path: P
         readers = {name: op.target for op in traced.graph.operators for name in op.inputs}
         assert readers["x"].startswith("aten.embedding")
         assert readers["target"].startswith("aten.cross_entropy_loss")
+
+
+class Called(nn.Module):
+    """Its input is called as what the text of a forward says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, torch: torch.Tensor, float: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch).masked_fill(float > 9, math.inf).sum()
+
+
+def test_an_input_may_be_called_as_what_the_text_says(tmp_path: Path) -> None:
+    traced = again(CustomModel(module=Called(), args=(X, X[:, :1])), tmp_path, "written_called").trace()
+    assert traced.graph.inputs == ("torch_", "float_")
 
 
 class Wrong(nn.Module):

@@ -47,11 +47,8 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
 def adapt(module: nn.Module, spec: LoraSpec, seed: int) -> None:
     """Freeze all, and put matrices that are trained beside the layers that `spec.targets` names. Raises
     SetupError: a target is no linear layer of the model; says which there are."""
-    layers = {
-        name: part
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Linear) or is_transposed(part)
-    }
+    named = module.named_modules()
+    layers = {name: part for name, part in named if isinstance(part, nn.Linear) or is_transposed(part)}
     chosen: dict[str, nn.Module] = {}
     for target in spec.targets:
         found = {name: part for name, part in layers.items() if f".{name}".endswith(f".{target}")}

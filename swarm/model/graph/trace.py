@@ -12,7 +12,7 @@ import inspect
 import itertools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -71,13 +71,14 @@ def trace(
 
 @contextlib.contextmanager
 def captured(
-    model: nn.Module, loss: Callable[..., torch.Tensor] | None, example: tuple[Any, Any, Any]
-) -> Iterator[Captured]:
-    """A model with its loss, captured with a sample: arguments, those by name, and those of the loss. Raises
-    SetupError: it cannot be captured; or the block says so (`Untraceable`)."""
+    model: nn.Module, loss: Callable[..., torch.Tensor] | None, example: tuple[Any, Any, Any],
+    taken: Collection[str] = (),
+) -> Iterator[Captured]:  # fmt: skip
+    """A model with its loss, captured with a sample: arguments, those by name, those of the loss. No input is
+    called as one `taken`. Raises SetupError: it cannot be captured; or the block says so (`Untraceable`)."""
     whole = WithLoss(model, loss)
     check_traceable(whole)
-    names = input_names(model, example, {*whole.weights(), *whole.tensors()})
+    names = input_names(model, example, {*taken, *whole.weights(), *whole.tensors()})
     try:
         yield capture(whole, example, names)
     except Untraceable as error:
