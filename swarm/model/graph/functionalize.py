@@ -57,9 +57,8 @@ class _Flat:
     def __init__(self, captured: Captured) -> None:
         self.graph = fx.Graph()
         self._grad, self._plain, self._functions = True, False, captured.functions
-        env: dict[fx.Node, Any] = {}
-        for holder in captured.module.graph.find_nodes(op="placeholder"):
-            env[holder] = self.graph.node_copy(holder)
+        holders = captured.module.graph.find_nodes(op="placeholder")
+        env: dict[fx.Node, Any] = {holder: self.graph.node_copy(holder) for holder in holders}
         self._copy(captured.module, env)
         self.loss: fx.Node = env[captured.output]
 
@@ -208,9 +207,11 @@ class _Functional:
         op = node.target
         assert isinstance(op, OpOverload)
         written = [arg.name for arg in op._schema.arguments if arg.alias_info and arg.alias_info.is_write]
-        target = node.args[0] if node.args else None
-        if len(written) != 1 or op._schema.arguments[0].name != written[0] or not isinstance(target, fx.Node):
-            raise Untraceable(f"{where(node)}operator {op} writes to what is not its first argument")
+        first = written == [op._schema.arguments[0].name]
+        target = node.args[0] if first and node.args else node.kwargs.get("out")
+        elsewhere = f"{where(node)}operator {op} writes to an argument: take what it returns, without out="
+        if not isinstance(target, fx.Node):
+            raise Untraceable(elsewhere)
         chain = list(self._chain(target))
         base = self._source[chain[0]] if chain else target
         while base in self._same:
@@ -225,6 +226,8 @@ class _Functional:
                 f"{where(node)}operator {op} changes the {kind} {name} while the model computes; what it is "
                 "would depend on which peer computed what: only the statistics of batch norm may change"
             )
+        if not first:
+            raise Untraceable(elsewhere)
         if _storage(base) in self._handed_on:
             raise SetupError(
                 f"{where(node)}operator {op} writes to a tensor that an autograd.Function has handed on as "

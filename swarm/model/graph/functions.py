@@ -21,7 +21,6 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -283,8 +282,7 @@ class _Tracer:
         leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         ctx = _Context(())
         vars(ctx).update(pytree.tree_unflatten(leaves, spec))
-        cls = self._cls
-        backward = cls.backward if cls.vjp is Function.vjp else cls.vjp
+        backward = self._cls.backward if self._cls.vjp is Function.vjp else self._cls.vjp
         made = backward(ctx, *rest)
         made = list(made) if isinstance(made, tuple) else [made]
         if len(made) < len(self._args) or any(gradient is not None for gradient in made[len(self._args) :]):
@@ -373,12 +371,9 @@ def _check(found: fx.GraphModule, given: Sequence[torch.Tensor], part: str, name
                 first = graph.find_nodes(op="placeholder")[0]
                 with graph.inserting_before(node):
                     device = graph.call_function(getattr, (first, "device"))
-            here = device
-
-            def moved(leaf: Any, here: fx.Node = here) -> Any:
-                return here if isinstance(leaf, torch.device) else leaf
-
-            node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
+            node.args, node.kwargs = pytree.tree_map_only(
+                torch.device, lambda _, here=device: here, (node.args, node.kwargs)
+            )
     found.recompile()
 
 

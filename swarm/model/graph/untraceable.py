@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import fx
 
+_BY_NUMBERS = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException")
+
 
 class Untraceable(Exception):
     """The model is no one graph of operators; the text says why."""
@@ -21,16 +23,16 @@ def reason(error: BaseException) -> str:
 
 
 def _meaning(error: BaseException) -> str:
-    """In plain words, for the one mistake that is common."""
+    """In plain words, for the mistakes that are common."""
     name, text = type(error).__name__, str(error)
-    if name in ("GuardOnDataDependentSymNode", "DataDependentOutputException") or "Data-dependent" in text:
+    if name in _BY_NUMBERS or "Data-dependent" in text:
         operator = getattr(error, "func", None)
         return (
             f"{f'operator {operator}: ' if operator else ''}what the code does depends on the numbers in a "
             "tensor; use torch.where or a mask, so that every microbatch takes the same path"
         )
-    if "fake tensor in the exported program" in text:
-        return "it reads .data, or takes gradients while it computes: take .detach(), or create_graph=True"
+    if "fake tensor in the exported program" in text or "saved tensor hooks" in text:
+        return "it reads .data, or takes gradients while it computes: take .detach(), or write their formula"
     return ""
 
 
@@ -38,12 +40,10 @@ def _line_of(error: BaseException) -> str:
     """The last line outside of torch and of this package that led to the error, or that its text names."""
     root, torchs = Path(__file__).parents[3], str(Path(torch.__file__).parent)
     not_theirs = (f"{root}/swarm/", f"{root}/peers/", torchs, "<")
-    frames = traceback.extract_tb(error.__traceback__)
-    found = [frame for frame in frames if not frame.filename.startswith(not_theirs)]
-    if not found:
-        return ""
-    frame = found[-1]
-    return f"{Path(frame.filename).name}:{frame.lineno}: `{frame.line}`: "
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(not_theirs):
+            return f"{Path(frame.filename).name}:{frame.lineno}: `{frame.line}`: "
+    return ""
 
 
 def where(node: fx.Node) -> str:

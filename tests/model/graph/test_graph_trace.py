@@ -13,6 +13,7 @@ from torch.nn import functional
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
 from swarm.model.graph.trace import trace
+from swarm.model.graph.untraceable import reason
 from tests.model.graph.parity import check_parity, compute, cut, gradients, random_cuts, whole
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -415,6 +416,22 @@ def data_read(net: Net, x: torch.Tensor) -> torch.Tensor:
     return (net.linear(x) * net.linear(x).data).sum()
 
 
+def differentiated(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = net.linear(x)
+    return torch.autograd.grad(y.tanh().sum(), y, create_graph=True)[0].sum()
+
+
+def aligned_by_numbers(net: Net, x: torch.Tensor) -> torch.Tensor:
+    lengths = torch.ones(1, dtype=torch.int64)
+    return functional.ctc_loss(net.linear(x)[:, None], lengths[None], 3 * lengths, lengths)
+
+
+def written_out(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = torch.empty_like(x)
+    torch.mul(x, 2.0, out=y)
+    return net.linear(y).sum()
+
+
 def looked_up_sparsely(net: Net, x: torch.Tensor) -> torch.Tensor:
     return functional.embedding(x.abs().long(), net.linear.weight, sparse=True).sum()
 
@@ -444,6 +461,9 @@ LINE = r"test_graph_trace.py:\d+: "
         (inferred, "the model computes under inference_mode, which no trace keeps: take no_grad"),
         (data_set, r"the model sets the \.data of a tensor, which no trace keeps"),
         (data_read, r"it reads \.data, or takes gradients while it computes: take \.detach\(\)"),
+        (differentiated, r"takes gradients while it computes: take \.detach\(\), or write their formula"),
+        (aligned_by_numbers, r"operator aten._ctc_loss.Tensor: what the code does depends on the numbers"),
+        (written_out, "operator aten.mul.out writes to an argument: take what it returns, without out="),
         (
             looked_up_sparsely,
             "operator aten.embedding.default of the model gives sparse gradients, .* sparse=False",
@@ -630,6 +650,18 @@ def test_a_buffer_whose_value_before_is_not_read_may_be_set_anew(
     (piece,) = cut(traced, [0] * len(traced.graph.operators), seed=0)
     ((loss,), _) = piece(X, mb=Microbatch(0, 0))
     torch.testing.assert_close(loss, (y - found(y)).square().sum())
+
+
+def test_a_gradient_by_torch_func_is_none_to_report_to_torch() -> None:
+    told = reason(RuntimeError("torch.func.{grad, vjp} don't yet support saved tensor hooks."))
+    assert told.startswith("it reads .data, or takes gradients while it computes: ")
+
+
+def test_a_buffer_that_is_written_by_out_is_refused_by_its_name() -> None:
+    model = Net(lambda net, x: net.linear(x).sum())
+    nn.utils.parametrizations.spectral_norm(model.linear)
+    with pytest.raises(SetupError, match=r"changes the buffer linear\.parametrizations\.weight\.0\._u while"):
+        trace(model.train(), (X,))
 
 
 def test_a_scripted_part_is_refused_by_its_name() -> None:
