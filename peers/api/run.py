@@ -73,7 +73,7 @@ class Run:
             batch: the manifest's table `[batch]`; left out, as many rows as the example has.
             optimizer: the table `[optimizer]`; left out, AdamW with a rate of 0.001.
             files: the text files of a `[data]` that needs them, or their index; and its `tokenizer`.
-            start: the folder of the weights that a `[start]` needs.
+            start: the folder of trained weights that the model of a table starts from.
             eval_data: the text files of an `[eval]`.
             folder: where the code of a module is written, in a folder of its own (default: the cache).
             terms: what else the manifest can say, such as `dtype` or `codec`.
@@ -102,6 +102,8 @@ class Run:
         values["batch"] = {**defaults, **(batch or {})} if isinstance(batch or {}, Mapping) else batch
         optimizer = {"lr": 1e-3} if optimizer is None else optimizer
         values["optimizer"] = dict(optimizer) if isinstance(optimizer, Mapping) else optimizer
+        if start is not None and self.module is None:
+            values["start"] = {"weights": "folder"}
         found, example, code = run_of(values), None, None
         if self.module is not None:
             example = sample_of(found, self.module, inputs, loss, targets, columns)

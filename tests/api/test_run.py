@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -44,6 +45,7 @@ from swarm.errors import SetupError
 from swarm.manifest import demo_run, parse_run
 from swarm.model.evaluate import loss_of
 from tests.api.nets import Net, net, samples
+from tests.model.graph.custom_models import Bag
 from tests.seeds import some
 from tests.test_docs import ADDRESS
 
@@ -448,6 +450,16 @@ def test_the_built_in_decoder_needs_no_module(made: dict[str, Any] | None) -> No
     model = swarm.reference(found).model()
     assert model(torch.zeros(2, 8, dtype=torch.int64)).shape == (2, 8, 256)
     assert terms.S == 2
+
+
+def test_a_model_of_a_table_starts_from_the_weights_of_a_folder(tmp_path: Path) -> None:
+    """No argument could say so: `start` names the folder, and the table [start] has the same name."""
+    save_file({name: value + 1 for name, value in Bag().state_dict().items()}, tmp_path / "model.safetensors")
+    found = swarm.Run(
+        model={"kind": "code", "source": "tests.model.graph.custom_models:bag", "vocab_size": 256},
+        data={"source": "tales", "sequence_length": 5}, batch={"microbatch_size": 2}, start=tmp_path,
+    )  # fmt: skip
+    assert found.terms.start.weights == "folder" and len(found.terms.start.digests) == 2
 
 
 def test_a_manifest_can_be_read_from_a_file(tmp_path: Path) -> None:

@@ -225,10 +225,8 @@ class _Tracer:
         try:
             forward = self._graph(self._forward, self._given, "forward")
             backward = self._graph(self._backward, [*self._saved, *self._outputs], "backward")
-        except Untraceable as error:
+        except (Untraceable, SetupError) as error:
             raise self._refused(str(error)) from error
-        except SetupError as error:
-            raise self._refused(error.text) from error
         except Exception as error:  # a model's code raises anything
             raise self._refused(reason(error)) from error
         finally:
