@@ -3524,9 +3524,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "give-a-result-up-while-its-commit-lacks-words",
         "swarm/protocol/coordinator.py",
-        "{t for t in unready if t not in lacking}",
-        "unready",
+        "if not step.ready and step.t not in lacking}",
+        "if not step.ready}",
         "Who leaves takes its stage with it: the other one begins a step again that all have taken.",
+        ("test_believing",),
+    ),
+    Mutation(
+        "give-a-result-up-that-another-may-have-committed",
+        "swarm/protocol/coordinator.py",
+        "(t in self.unready and not told)",
+        "(t in self.unready)",
+        "One of stage 0 that lies has a result given up by which another took the step: the run goes back.",
         ("test_believing",),
     ),
     Mutation(
@@ -8620,7 +8628,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "give-up-a-result-that-the-run-may-rely-on",
         COORDINATOR,
-        "begin_again=found or t in self.unready)",
+        "begin_again=found or (t in self.unready and not told))",
         "begin_again=True)",
         "A step is committed with a result that its stage has given up: the run goes back to a checkpoint.",
     ),

@@ -249,8 +249,7 @@ class StageCoordinator:
         return {peer: step for peer, step in reports.items() if not self._may_be_made_up(peer, t, reports)}
 
     def _reported(self, t: int) -> dict[PeerId, rounds.StepReport]:
-        reports = self.present().items()
-        return {peer: step for peer, report in reports for step in report.steps if step.t == t}
+        return {p: step for p, report in self.present().items() for step in report.steps if step.t == t}
 
     def _may_be_made_up(self, peer: PeerId, t: int, reports: _Reports) -> bool:
         """Whether a replica alone has the result of a round that no other took part in, or this peer heard
@@ -333,8 +332,9 @@ class StageCoordinator:
 
     def _step_directive(self, t: int, decision: rounds.Decision, peer: PeerId) -> StepDirective:
         if peer in self._left_out[t]:
+            told = self.may_have_committed(t, now=self.members[self._me].seen_s)
             found = isinstance(decision, rounds.FetchResult)
-            return StepDirective(t=t, begin_again=found or t in self.unready)
+            return StepDirective(t=t, begin_again=found or (t in self.unready and not told))
         if doubled := self._doubled[t].get(peer):
             return StepDirective(t=t, retract=Bitmap(doubled))
         match decision:
@@ -364,15 +364,15 @@ class StageCoordinator:
 
     def summary_heard(self, summary: StageSummary, by: PeerId = "", lacking: Container[int] = ()) -> bool:
         """Note that a peer of stage 0 has it. Returns whether a replica is to begin again by that: not with a
-        step that is `lacking` words on its commit, by which others have perhaps taken it.
+        step that is `lacking` words on its commit, by which that peer, and others, have perhaps taken it.
         """
         if not any(told is summary for told in self._told):
             return False
-        unready = {step.t for step in summary.steps if not step.ready}
+        unready = {step.t for step in summary.steps if not step.ready and step.t not in lacking}
         for t in unready & self._told_ready.keys():
             told = self._told_ready[t].items()
             self._told_ready[t] = {to: it for to, it in told if to[0] != by or it[1] >= summary.number}
-        before, self.unready = self.unready, {t for t in unready if t not in lacking}
+        before, self.unready = self.unready, unready
         return any(self._left_out.get(t) for t in self.unready - before)
 
     def forget_answers(self) -> None:

@@ -837,6 +837,26 @@ def test_a_result_is_given_up_once_the_run_coordinator_knows_that_the_stage_is_n
     assert not this._coordinator.unready, "it was ready since"
 
 
+def test_no_result_is_given_up_by_which_one_of_stage_0_has_perhaps_committed_whatever_another_says() -> None:
+    """One that lied, and knew of no commit, said that the stage is not ready: the run went back 20 steps."""
+    others = record("bob", steps=40), record("dan"), record("yan", 0, steps=40), record("zoe", 0, steps=40)
+    this = protocol_of("ann", record("ann", steps=60), *others)
+    alone = signed_report(report(0, step(0b0011, held="r")), SimSigner("dan"), None)
+    this._coordinator.tells(ready("dan"), {"zoe"}, now=NOW)
+    this.report("bob", signed_report(report(0, step(0b1100)), SimSigner("bob"), None), [], now=NOW)
+
+    def begins_again(lacking: set[int], *, says: PeerId) -> bool:
+        """Once that one of stage 0 has answered a summary, with a commit that is lacking words, or none."""
+        this.report("dan", alone, [], now=NOW)
+        told = this._coordinator.summary({}, number=5)
+        this._coordinator.summary_heard(told, says, lacking)
+        return this.report("dan", alone, [], now=NOW).steps[0].begin_again
+
+    assert not begins_again(set(), says="yan"), "zoe has not answered"
+    assert not begins_again({0}, says="zoe") and not begins_again(set(), says="yan"), "zoe has committed it"
+    assert begins_again(set(), says="zoe")
+
+
 def test_a_report_or_summary_that_comes_late_takes_nothing_back() -> None:
     """What it says was given up: a step was committed with a result that was gone, and the run went back."""
     this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40))
