@@ -1395,6 +1395,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A replica that saw one turn less than the others is a second behind in each of 20 steps.",
     ),
     Mutation(
+        "count-time-before-a-step-was-late-in-the-next-turn",
+        "swarm/policy/rotation.py",
+        "most = int(self._used) + 1.0 if self._counted_s == self._stepped_s else math.inf",
+        "most = math.inf",
+        "A liar's late step uses most of the honest one's turn up before that has begun.",
+        ("test_lying_coordinators",),
+    ),
+    Mutation(
         "count-late-steps-only-up-to-the-last-look",
         "swarm/policy/rotation.py",
         "if saw and self._is_late(took_s):",
@@ -6860,14 +6868,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "turns-begin-anew-with-each-step",
         "swarm/policy/rotation.py",
-        "        if in_time:\n            self._used = 0.0\n",
-        "        self._used = 0.0\n",
+        "        if len(self._slow_s) == STEPS and sum(self._slow_s) <= limit_s:\n    ",
+        "",
         "A coordinator that has each step take 24 s goes on.",
     ),
     Mutation(
         "a-coordinator-that-lied-is-never-first-again",
         "swarm/policy/rotation.py",
-        "        if in_time:\n",
+        "        if len(self._slow_s) == STEPS and sum(self._slow_s) <= limit_s:\n",
         "        if False:\n",
         "Once late, a stage's replicas tell four of stage 0 what one should know, for ever.",
     ),

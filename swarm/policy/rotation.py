@@ -125,8 +125,7 @@ class Rotation:
             self._count(now)
             self._used = max(self._used, float(int(self._used + TOGETHER_S / self._turn_s)))
         self._slow_s.append(took_s if saw and self._is_slow(took_s) else 0.0)
-        in_time = len(self._slow_s) == STEPS and sum(self._slow_s) <= limit_s
-        if in_time:
+        if len(self._slow_s) == STEPS and sum(self._slow_s) <= limit_s:
             self._used = 0.0
         tells = self._ahead < 3 if steps > 1 else alone and ahead == self._ahead
         each_s, self._ahead = took_s / max(1, steps - 1), ahead
@@ -188,9 +187,10 @@ class Rotation:
         return max(TURN_S if self._used >= 1.0 else FIRST_TURN_S, self._usual.limit_s)
 
     def _count(self, now: float) -> None:
-        """Count the time up to now; at first that of the steps before that were slow as well."""
+        """Count the time up to now; at first that of slow steps before too, and none of a turn to come."""
         before_s = 0.0 if self.late else sum(self._slow_s)
-        self._used += (before_s + now - self._counted_s) / self._turn_s
+        most = int(self._used) + 1.0 if self._counted_s == self._stepped_s else math.inf
+        self._used = min(most, self._used + (before_s + now - self._counted_s) / self._turn_s)
 
     def in_turn(
         self, peers: Sequence[PeerId], turn: int | None = None, *, voice: Mapping[PeerId, int] | None = None
@@ -207,5 +207,5 @@ class Rotation:
         turn, doubled = int(self._used) if turn is None else turn, 0
         while peers and doubled < MAX_DOUBLED and turn >= len(peers) << doubled:
             turn, doubled = turn - (len(peers) << doubled), doubled + 1
-        first = (turn >> doubled) % len(peers) if peers else 0
+        first = (turn >> doubled) % max(1, len(peers))
         return [*peers[first:], *peers[:first]]

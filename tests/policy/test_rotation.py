@@ -129,7 +129,18 @@ def test_all_count_a_first_step_from_when_it_began_however_long_each_had_waited(
             after += this.waits(1.0)
         seen.append(after[-40:])
     assert seen[0] == seen[1]
-    assert [seen[0].count(peer) for peer in PEERS] == [15, 24, 1]
+    assert [seen[0].count(peer) for peer in PEERS] == [15, 25, 0]
+
+
+def test_time_before_a_step_was_late_is_not_of_the_next_turn() -> None:
+    """Of two, one that lied had most of the honest one's turn end before it began: 124 s for 68."""
+    this = Watched()
+    this.steps(2)
+    this.steps(1, each_s=LATE_S + 1.0)
+    assert this.first == "ann"
+    seen = this.waits(LATE_S + 40.0)
+    assert seen.count("bob") == 25, "all of its turn"
+    assert [peer for peer, after in pairwise([*seen, ""]) if peer != after] == PEERS
 
 
 def test_coordinators_of_steps_in_time_keep_their_turn() -> None:
