@@ -6834,6 +6834,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_attack",),
     ),
     Mutation(
+        "count-a-first-step-from-when-this-replica-has-some-of-it",
+        PROTOCOL,
+        "begun = local.begun or any(step.done or step.in_progress for step in told)",
+        "begun = local.begun",
+        "Two replicas count a first step from other moments: both coordinate, and neither gets on.",
+        ("test_attack",),
+    ),
+    Mutation(
         "who-says-that-it-is-slow-has-the-first-step-last",
         PROTOCOL,
         "expected_s(peers.values(), max), begun",

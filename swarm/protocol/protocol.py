@@ -147,7 +147,10 @@ class StepProtocol:
             self._rotation.at(local.version)
             if self._moved_s == -math.inf and local.joined:
                 each_has = self._run.M / max(1, min(map(len, peers.values()), default=1))
-                self._rotation.expects(each_has * expected_s(peers.values(), max), begun=local.begun, now=now)
+                # Of those that report one may have its first microbatch long before this replica.
+                told = (step for m in self._coordinator.members.values() for step in m.report.steps)
+                begun = local.begun or any(step.done or step.in_progress for step in told)
+                self._rotation.expects(each_has * expected_s(peers.values(), max), begun=begun, now=now)
         self.belief.observe(peers, local.version)  # by that of the run one could have all vouchers run out
         if self.belief.needs_proof:
             # A commit that was believed before this replica had a result is compared with that.

@@ -367,6 +367,24 @@ def test_a_first_step_is_late_after_three_times_what_peers_measured(
     assert since_s == late_s
 
 
+def test_a_first_step_counts_from_when_another_that_reports_has_something_of_it() -> None:
+    """Of two one had its first microbatch 50 s after the other, and counted from then: both coordinated, each
+    by itself, until a later step was late, after ten times 25 s.
+    """
+    this = protocol_of("bob", record("bob", steps=90), record("ann", steps=40), record("zoe", 0, steps=90))
+    own = Step(0, Ledger(0, RUN.M))
+    local = Local(generation=Generation(), version=0, steps={0: own}, commits={})
+    has_one = signed_report(report(0, step(in_progress=0b1)), SimSigner("ann"), None)
+    for second in range(55):
+        if second == 50:
+            own.ledger.claim(0)
+        this.observe(local, this._peers, now=NOW + second)
+        with contextlib.suppress(NotNow):  # while it is ann's turn
+            this.report("ann", has_one, [], now=NOW + second)
+        this.speak(now=NOW + second)
+    assert this._rotation.late
+
+
 def test_one_that_has_just_rested_coordinates_only_where_another_needs_it() -> None:
     """It was back in its turn at once, for another 25 s. But of two both coordinated then, and the run stood
     still for half a minute.
