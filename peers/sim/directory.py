@@ -71,12 +71,13 @@ class SimDirectory:
         self._due_s = math.inf
         """Nothing before that."""
         self._table = RecordTable("")
+        self.watched: frozenset[Stage] | None = None
         self._asked_s = -math.inf
         self._renewal: asyncio.TimerHandle | None = None
         dht.pictures.append(self)
 
     def watch(self, stages: Collection[Stage] | None) -> None:
-        """Nothing: the background brings the records of all stages."""
+        self.watched = None if stages is None else frozenset(stages)
 
     def peers(self) -> Sequence[PeerRecord]:
         return self._table.all(now=self._catch_up())
