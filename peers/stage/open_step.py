@@ -50,7 +50,7 @@ class KeptMicrobatch:
     @property
     def inputs_digest(self) -> Digest:
         """As its receipt has it; empty: there is none."""
-        receipt = self.answer.hops[0].receipt
+        receipt = next((hop.receipt for hop in self.answer.hops), None)
         return b"" if receipt is None else receipt.inputs
 
     @property
@@ -151,6 +151,12 @@ class OpenStep(ReplicaStep):
         if name:
             self.given = {m: kept for m, kept in self.kept.items() if kept.asked is not None}
 
+    def answers_for(self, before: OpenStep) -> None:
+        """Take over what the same step, which is begun again, gave and answered: others may ask for that."""
+        self.given, self.sent_on = before.given, before.sent_on
+        for kept in before.kept.values():
+            self.put_by(kept)
+
     def work_of(self, peer: PeerId) -> int:
         """What is in the sum of a peer's work. In a job that holds the books."""
         return sum(1 << m for m, kept in self.kept.items() if peer in kept.by)
@@ -163,6 +169,7 @@ class OpenStep(ReplicaStep):
     def drop(self) -> None:
         """The sum is lost: its ledger goes with it. In a job that holds the books."""
         self.ledger.clear()
+        self.answers_for(self)
         self.kept.clear()
 
     def keep_result(self, commit: Commit) -> None:

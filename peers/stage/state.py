@@ -218,7 +218,7 @@ class StageCore:
             if t not in self.steps:
                 ledger = Ledger(t, self.run.microbatches(t), self.device.books.check)
                 step = self.steps[t] = OpenStep(t, ledger)  # before its sum: no other task opens it meanwhile
-                step.given = next((one.given for one in before if one.t == t), {})  # of that others may tell
+                step.answers_for(next((one for one in before if one.t == t), step))
                 await self._overwrite(t, self.compute.sums.begin, t)
                 self.opened(step)
         self.report_trigger.urgent()

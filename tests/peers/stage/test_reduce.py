@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from peers.clock import now_s
-from peers.ports import Answer, NetworkPath, Request
+from peers.ports import Answer, NetworkPath, Rank, Request
 from peers.sim.dice import Dice
 from peers.sim.lines import Lines, Sent
 from peers.stage import all_reduce as reduce
@@ -31,7 +31,8 @@ from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, StepDirective
 from swarm.protocol.rounds import Plan, Prepared, round_id
 from swarm.wire.codec import TensorMeta
-from swarm.wire.messages import Part, PartDone, Work, WorkDone, as_bad_answer, pack
+from swarm.wire.messages import Hop, Part, PartDone, Work, WorkDone, as_bad_answer, pack
+from swarm.wire.receipts import Receipt
 from tests.peers.alone import Alone
 from tests.peers.loops import obey, swarm
 from tests.peers.network import CalmNetwork, calm
@@ -39,6 +40,8 @@ from tests.peers.network import CalmNetwork, calm
 pytestmark = pytest.mark.virtual_time
 
 NUMEL = 10
+WORK = Work(run="run", t=0, m=1, version=0)
+HOP = Hop(stage=0, peer="me", own_s=0.0, compute_s=0.0, receipt=Receipt(b"in", b"", b"", b"", b""))
 UNCHECKED: Any = SimpleNamespace(open=lambda *_: None)
 """Audits of a run whose sums are not checked."""
 
@@ -591,7 +594,7 @@ def test_a_step_is_audited_by_what_it_gave_though_another_came_since() -> None:
     """
     step = OpenStep(0, Ledger(0, 2))
     gave, came, other = (
-        KeptMicrobatch([], (), WorkDone(loss=float(n)), (), asked=("feeder", cast(Work, None)))
+        KeptMicrobatch([], (), WorkDone(loss=float(n), hops=(HOP,)), (), asked=("feeder", WORK))
         for n in range(3)
     )
     step.kept[0] = gave
@@ -616,6 +619,20 @@ async def test_a_step_that_begins_again_is_audited_by_what_it_gave_before() -> N
     state = alone.core.compute.state.copy()
     await alone.core.load(alone.core.position, state)  # a coordinator may name another of this version
     assert alone.core.steps[0].shown(0, b"") is gave
+    alone.core.close()
+
+
+async def test_answers_of_a_sum_that_is_given_up_are_shown_still() -> None:
+    """Whose answer was audited just then looked like a liar: it kept nothing that it had signed."""
+    alone = await Alone(audit_run()).opened()
+    answered = KeptMicrobatch([], (), WorkDone(loss=0.0, hops=(HOP,)), (), asked=("feeder", WORK))
+    alone.core.steps[0].kept[1] = answered
+    await alone.core.begin_again(alone.core.steps[0])
+    assert alone.core.steps[0].shown(1, b"in") is answered and not alone.core.steps[0].kept
+    again = replace(answered, grads_out=())
+    alone.core.steps[0].kept[1] = again
+    await alone.core.device.run(Rank.STEP, 0, alone.core.steps[0].drop)
+    assert alone.core.steps[0].shown(1, b"in") is again
     alone.core.close()
 
 
