@@ -446,8 +446,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = full.get(error.errno or 0) or (error.filename and f"{error.filename}: {error.strerror}")
         if text:
             _say(args, text)
-            _no_more_output(sys.stdout)
-            return Exit.SETUP
+            _no_more_output(sys.stdout)  # where memory was lacking for a moment a peer may start again
+            return Exit.SETUP if isinstance(error, OSError) and error.errno != errno.ENOMEM else Exit.FAILED
         _say(args, f"a bug in swarm: {type(error).__name__}: {error} (add --traceback to see where)")
         return Exit.FAILED
 
