@@ -66,7 +66,8 @@ async def run_command(options: PauseOptions | ResumeOptions, *, question_s: floa
         try:
             found[path] = await ask_peer(path, "look", question_s)
         except (ConnectionRefusedError, FileNotFoundError):
-            path.unlink(missing_ok=True)  # it was killed
+            if not Path("/proc", path.stem).exists():  # it was killed; one that starts listens in a moment
+                path.unlink(missing_ok=True)
         except OSError as error:
             trouble.append(f"the peer with pid {path.stem} cannot be asked: {error.strerror or error}")
         except SetupError as error:

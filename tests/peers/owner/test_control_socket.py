@@ -106,10 +106,15 @@ async def test_where_no_peer_runs_that_is_said_and_what_a_killed_one_left_goes_a
 async def test_a_peer_that_starts_takes_nothing_away_of_one_that_starts_beside_it() -> None:
     """Of eight that start at once some are seen between two calls, and no command reached such a one ever."""
     (folder := control_folder()).mkdir()
+    beside = await asyncio.create_subprocess_exec("sleep", "60")
     with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(path := folder / f"{os.getppid()}.sock"))
+        other.bind(str(path := folder / f"{beside.pid}.sock"))
         async with peer():
+            await run_command(PauseOptions(pid=os.getpid()))
+            await run_command(ResumeOptions())
             assert path.exists()
+    beside.kill()
+    await beside.wait()
 
 
 async def test_the_next_peer_takes_away_what_a_killed_one_left(cache: Path) -> None:
