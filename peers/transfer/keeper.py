@@ -222,8 +222,7 @@ class CheckpointKeeper:
         """Fetch all that is offered and of use; `announces`: and tell the run what is here."""
         now = now_s()
         if not await asyncio.to_thread(self._is_there):
-            text = f"version {self.version} was removed from {self._settings.folder}: fetching it again"
-            self._emit(events.Trouble(text=f"{text}, if others have it"))
+            self._emit(events.Trouble(text=f"version {self.version} is gone or damaged: fetching it again"))
             self._said = None
             await self._take_stock(announces)
         known = await self._directory.refresh()
