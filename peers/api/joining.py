@@ -56,7 +56,9 @@ async def join_async(
         try:
             await asyncio.shield(waiting)
         except asyncio.CancelledError:
-            if not peer.preparing:  # else it may wait for ever, and does nothing yet that others count on
+            if peer.preparing:  # it may wait for ever, and does nothing yet that others count on
+                await asyncio.to_thread(background.close)
+            else:
                 background.start(peer.leave())
                 await waiting
             raise
