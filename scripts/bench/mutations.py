@@ -1397,8 +1397,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "count-time-before-a-step-was-late-in-the-next-turn",
         "swarm/policy/rotation.py",
-        "most = int(self._used) + 1.0 if self._counted_s == self._stepped_s else math.inf",
-        "most = math.inf",
+        "self._used = min(int(self._used) + 1.0, self._used + before_s / self._turn_s)",
+        "self._used += before_s / self._turn_s",
         "A liar's late step uses most of the honest one's turn up before that has begun.",
         ("test_lying_coordinators",),
     ),
@@ -6836,7 +6836,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "count-a-first-step-from-when-this-replica-has-some-of-it",
         PROTOCOL,
-        "begun = local.begun or any(step.done or step.in_progress for step in told)",
+        "begun = local.begun or any(s.done or s.in_progress for told in reports for s in told.steps)",
         "begun = local.begun",
         "Two replicas count a first step from other moments: both coordinate, and neither gets on.",
         ("test_attack",),
@@ -8844,6 +8844,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_receipts",),
     ),
     Mutation(
+        "show-nothing-of-a-sum-that-was-given-up",
+        "peers/stage/open_step.py",
+        "        for kept in before.kept.values():\n            self.put_by(kept)\n",
+        "",
+        "An honest peer is taken for a liar: it shows nothing of an answer, since its sum was made again.",
+        ("test_reduce",),
+    ),
+    Mutation(
         "keep-what-came-through-a-liar",
         "peers/stage/open_step.py",
         "work.through if work is not None else ()",
@@ -9709,8 +9717,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         (
             "                step = self.steps[t] = OpenStep(t, ledger)  # before its sum: no "
             "other task opens it meanwhile\n"
-            "                step.given = next((one.given for one in before if one.t == t), {})  "
-            "# of that others may tell\n"
+            "                step.answers_for(next((one for one in before if one.t == t), step))\n"
             "                await self._overwrite(t, self.compute.sums.begin, t)\n"
         ),
         (

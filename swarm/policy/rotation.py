@@ -124,7 +124,7 @@ class Rotation:
         if saw and self._is_late(took_s):
             self._count(now)
             self._used = max(self._used, float(int(self._used + TOGETHER_S / self._turn_s)))
-        self._slow_s.append(took_s if saw and self._is_slow(took_s) else 0.0)
+        self._slow_s.append(took_s if saw and took_s > self._slow_after_s else 0.0)
         if len(self._slow_s) == STEPS and sum(self._slow_s) <= limit_s:
             self._used = 0.0
         tells = self._ahead < 3 if steps > 1 else alone and ahead == self._ahead
@@ -135,8 +135,7 @@ class Rotation:
         elif alone and limit_s < took_s < math.inf:
             self._noted_steps += 1
             self._lasted[-1].gave_up(limit_s)
-        *before, _ = self._lasted
-        known = before if before and self._noted_steps < LEAST_STEPS else self._lasted
+        known = (self._noted_steps < LEAST_STEPS and [*self._lasted][:-1]) or self._lasted
         self._usual = min(known, key=lambda turn: (turn.limit_s, turn.typical_s))
         self._stepped_s = self._counted_s = now
         self._used_before, self._taken_back = self._used, False
@@ -144,9 +143,9 @@ class Rotation:
     def waits(
         self, *, now: float, leads: bool = False, passed: Callable[[], bool] = lambda: False
     ) -> int | None:
-        """Count the time of a step that is late, all of it. Called every second or so. `leads`: the turn is
-        this peer's own. `passed`: whether others have taken that step, so that it was late for this peer
-        only. Returns the turn in which the step became late just now, or after which another one began.
+        """Count the time of a step that is late, each second or so. `leads`: the turn is this peer's own.
+        `passed`: whether others have taken that step, so that it was late for this peer only. Returns the
+        turn in which the step became late just now, or after which another one began.
         """
         limit_s, turn = self._usual.limit_s, int(self._used)
         was_late = self.late and not self._seen_s - self._stepped_s <= limit_s < now - self._stepped_s
@@ -172,25 +171,30 @@ class Rotation:
             self._noted_steps = 0
         self._noted = turn
 
-    def _is_slow(self, took_s: float) -> bool:
-        """Whether a step that takes so long counts, if others did so too."""
+    @property
+    def _slow_after_s(self) -> float:
+        """A step that takes longer counts, if others did so too."""
         known = len(self._slow_s) >= KNOWN_STEPS
-        return took_s > (max(SLOW_S, TIMES_SLOW * self._usual.typical_s) if known else self._usual.limit_s)
+        return max(SLOW_S, TIMES_SLOW * self._usual.typical_s) if known else self._usual.limit_s
 
     def _is_late(self, took_s: float) -> bool:
         """Whether a step is late that takes so long: by itself, or together with other slow ones."""
         limit_s = self._usual.limit_s
-        return self._is_slow(took_s) and (self.late or sum(self._slow_s) + took_s > limit_s)
+        return took_s > self._slow_after_s and (self.late or sum(self._slow_s) + took_s > limit_s)
 
     @property
     def _turn_s(self) -> float:
         return max(TURN_S if self._used >= 1.0 else FIRST_TURN_S, self._usual.limit_s)
 
     def _count(self, now: float) -> None:
-        """Count the time up to now; at first that of slow steps before too, and none of a turn to come."""
-        before_s = 0.0 if self.late else sum(self._slow_s)
-        most = int(self._used) + 1.0 if self._counted_s == self._stepped_s else math.inf
-        self._used = min(most, self._used + (before_s + now - self._counted_s) / self._turn_s)
+        """Count the time up to now; first what was slow before, too, but of the next turn what is late."""
+        if self._counted_s == self._stepped_s:
+            before_s = 0.0 if self.late else sum(self._slow_s)
+            late_s = max(self._slow_after_s, 0.0 if self.late else self._usual.limit_s - before_s)
+            self._counted_s += min(late_s, now - self._stepped_s)
+            before_s += self._counted_s - self._stepped_s
+            self._used = min(int(self._used) + 1.0, self._used + before_s / self._turn_s)
+        self._used += (now - self._counted_s) / self._turn_s
 
     def in_turn(
         self, peers: Sequence[PeerId], turn: int | None = None, *, voice: Mapping[PeerId, int] | None = None

@@ -147,9 +147,8 @@ class StepProtocol:
             self._rotation.at(local.version)
             if self._moved_s == -math.inf and local.joined:
                 each_has = self._run.M / max(1, min(map(len, peers.values()), default=1))
-                # Of those that report one may have its first microbatch long before this replica.
-                told = (step for m in self._coordinator.members.values() for step in m.report.steps)
-                begun = local.begun or any(step.done or step.in_progress for step in told)
+                reports = (m.report for m in self._coordinator.members.values())  # one may begin first
+                begun = local.begun or any(s.done or s.in_progress for told in reports for s in told.steps)
                 self._rotation.expects(each_has * expected_s(peers.values(), max), begun=begun, now=now)
         self.belief.observe(peers, local.version)  # by that of the run one could have all vouchers run out
         if self.belief.needs_proof:
@@ -479,8 +478,6 @@ class StepProtocol:
     def _directive_for(self, peer: PeerId, now: float) -> Directive:
         known, since_s, status = self._agreed.known(self._local), self.stuck_s(now=now), self.run_status
         return self._coordinator.directive_for(peer, commits=known, behind_s=since_s, run_status=status)
-
-    # -- a stage that cannot follow the run -------------------------------------------------------
 
     def stuck_s(self, *, now: float) -> float:
         """For how long this stage has been unable to follow the run."""
