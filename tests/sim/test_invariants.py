@@ -60,6 +60,15 @@ def test_all_that_the_next_step_takes_is_compared() -> None:
         checks.holds("p", compute)
 
 
+def test_a_part_of_tied_weights_is_counted_and_may_be_rounded() -> None:
+    """With two bytes a weight a count of one came as 1 + 2^-12, and the run was said to be broken."""
+    checks = Invariants(audit_run(stages=2, microbatches_per_step=4))
+    checks.part("p", NO_ISLAND, 1, 0, torch.tensor([1.0, 1.0 + 2.0**-12, 1.0, 1.0]))
+    for wrong in ([1.0, 2.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0]):
+        with pytest.raises(Violation, match="I1: stage 1, peer p: of what stage 0 adds"):
+            checks.part("p", NO_ISLAND, 1, 0, torch.tensor(wrong))
+
+
 def test_a_gradient_of_a_generation_that_is_over_lets_no_stage_take_a_step() -> None:
     checks, later = Invariants(audit_run(stages=2)), Generation(number=1)
     checks.prepared |= {(0, 3, Generation()), (1, 3, Generation()), (1, 3, later)}
