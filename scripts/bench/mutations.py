@@ -1412,8 +1412,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "only-a-step-that-is-late-by-itself-counts",
         "swarm/policy/rotation.py",
-        "(self.late or sum(self._slow_s) + took_s > limit_s)",
-        "took_s > limit_s",
+        "(self.late or sum(self._slow_s) + took_s > self._usual.limit_s)",
+        "took_s > self._usual.limit_s",
         "A coordinator that has each step take 9 s goes on, and costs 181 s in 20 steps.",
     ),
     Mutation(

@@ -124,7 +124,7 @@ class Rotation:
         if saw and self._is_late(took_s):
             self._count(now)
             self._used = max(self._used, float(int(self._used + TOGETHER_S / self._turn_s)))
-        self._slow_s.append(took_s if saw and took_s > self._slow_after_s else 0.0)
+        self._slow_s.append(took_s if saw and took_s > self._slow_at_s else 0.0)
         if len(self._slow_s) == STEPS and sum(self._slow_s) <= limit_s:
             self._used = 0.0
         tells = self._ahead < 3 if steps > 1 else alone and ahead == self._ahead
@@ -135,7 +135,8 @@ class Rotation:
         elif alone and limit_s < took_s < math.inf:
             self._noted_steps += 1
             self._lasted[-1].gave_up(limit_s)
-        known = (self._noted_steps < LEAST_STEPS and [*self._lasted][:-1]) or self._lasted
+        *before, _ = self._lasted
+        known = before if before and self._noted_steps < LEAST_STEPS else self._lasted
         self._usual = min(known, key=lambda turn: (turn.limit_s, turn.typical_s))
         self._stepped_s = self._counted_s = now
         self._used_before, self._taken_back = self._used, False
@@ -172,15 +173,14 @@ class Rotation:
         self._noted = turn
 
     @property
-    def _slow_after_s(self) -> float:
+    def _slow_at_s(self) -> float:
         """A step that takes longer counts, if others did so too."""
         known = len(self._slow_s) >= KNOWN_STEPS
         return max(SLOW_S, TIMES_SLOW * self._usual.typical_s) if known else self._usual.limit_s
 
     def _is_late(self, took_s: float) -> bool:
         """Whether a step is late that takes so long: by itself, or together with other slow ones."""
-        limit_s = self._usual.limit_s
-        return took_s > self._slow_after_s and (self.late or sum(self._slow_s) + took_s > limit_s)
+        return took_s > self._slow_at_s and (self.late or sum(self._slow_s) + took_s > self._usual.limit_s)
 
     @property
     def _turn_s(self) -> float:
@@ -190,7 +190,7 @@ class Rotation:
         """Count the time up to now; first what was slow before, too, but of the next turn what is late."""
         if self._counted_s == self._stepped_s:
             before_s = 0.0 if self.late else sum(self._slow_s)
-            late_s = max(self._slow_after_s, 0.0 if self.late else self._usual.limit_s - before_s)
+            late_s = max(self._slow_at_s, 0.0 if self.late else self._usual.limit_s - before_s)
             self._counted_s += min(late_s, now - self._stepped_s)
             before_s += self._counted_s - self._stepped_s
             self._used = min(int(self._used) + 1.0, self._used + before_s / self._turn_s)

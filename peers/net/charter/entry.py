@@ -78,7 +78,7 @@ async def _stamp(run_id: str, peer: PeerId, bits: int, cache: Path) -> int:
             return known
     starts = count(0, STAMPS_AT_ONCE)
     while (found := await asyncio.to_thread(find_stamp, run_id, peer, bits, next(starts))) is None:
-        pass  # who gives up meanwhile, or ends, leaves no thread that goes on for days
+        pass  # a program that gives up meanwhile, or ends, leaves no thread that goes on for days
     with contextlib.suppress(OSError):  # it is made again the next time
         cache.mkdir(parents=True, exist_ok=True)
         path.write_text(str(found))
